@@ -9,20 +9,26 @@ DATA-2  The first error ends the configuration: every group is aborted, and ever
 DATA-3  All groups are aborted at once, each on a thread of its own: a kernel of one communicator may hold the abort of
         another one up. If a group within this process has not ended `ABORT_TIMEOUT_S` after its abort began, on CUDA
         `DEVICE_ABORT_TIMEOUT_S`, the rank is ended: the group's threads or kernels may still write to tensors. On CUDA
-        that holds for the abort itself, because a work may count as ended while its kernel runs.
+        that holds for the abort itself, because a work may count as ended while its kernel runs. An abort of NCCL is an
+        exception (DATA-7).
 DATA-4  Nothing refers to the works of an ended configuration. Works keep connections open, and peers notice the end by
         the closed connections.
 DATA-5  What a device has done counts only if no group has an error afterwards: torch's watchdog, and torchft's timeout
         of a stream, abort a communicator by themselves, and the streams that wait for it then go on.
 DATA-6  A configuration keeps no work that is over: torch's works keep their outputs, which would fill a device.
+DATA-7  NCCL aborts its kernels at once, and then needs a second for its own threads. So a configuration of such groups
+        has ended once all aborts have begun and the device has drained. The aborts go on beside the next configuration,
+        which has new groups, with the same deadline. They have returned before the aborts of that one begin, and before
+        the rank's end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -269,24 +275,24 @@ class DataConfiguration:
     def _end(self) -> None:
         """DATA-3."""
         must_return = self.device.type == "cuda"
+        self._groups.await_aborts()
         limit_s = DEVICE_ABORT_TIMEOUT_S if must_return else ABORT_TIMEOUT_S
         deadline = time.monotonic() + limit_s
         aborts = [_Abort(name, pg) for name, pg in list(self._pgs.items())]
         for abort in aborts:
             abort.start()
-        late = [abort.group for abort in aborts if not abort.has_returned(deadline)]
+        has_drained = self._await_drain(aborts, deadline)
+        late = [] if has_drained else [abort for abort in aborts if not abort.has_returned(deadline)]
         self.is_aborted = not late
         with self._lock:
             works = list(self._works)
         while (must_return and late) or self.num_waiting or not all(work.has_ended() for work in works):
             if time.monotonic() > deadline:
-                self._groups.on_stuck(
-                    OperationalError(
-                        f"a process group that runs in this process could not be aborted within {limit_s:g} s"
-                    )
-                )
+                self._groups.on_stuck(_stuck(limit_s))
                 return
             time.sleep(_POLL_S)
+        if has_drained:
+            self._groups.abort_beside([abort for abort in aborts if abort.is_alive()], deadline, limit_s)
         for stuck in (abort.stuck for abort in aborts if abort.stuck is not None):
             self._groups.on_stuck(stuck)
             return
@@ -296,8 +302,17 @@ class DataConfiguration:
             self._over.clear()
         for work in works:
             work.drop()
-        for name in late:
-            self._groups.forget(name)
+        for abort in late:
+            self._groups.forget(abort.group)
+
+    def _await_drain(self, aborts: Sequence[_Abort], deadline: float) -> bool:
+        """DATA-7. False: an abort has to return itself, or the device has not drained by the deadline."""
+        if self.device.type != "cuda" or not aborts or not all(abort.outlasts_kernels for abort in aborts):
+            return False
+        drain = threading.Thread(target=_drain, args=(self.device,), name="data-drain", daemon=True)
+        drain.start()
+        drain.join(max(0.0, deadline - time.monotonic()))
+        return not drain.is_alive()
 
 
 class DataGroups:
@@ -311,6 +326,7 @@ class DataGroups:
         self.device, self.timeout, self.on_stuck = device, timeout, on_stuck
         self._make = make
         self._pgs: dict[str, torchft.ProcessGroup] = {}
+        self._aborts: threading.Thread | None = None  # waits for those of the last configuration (DATA-7)
         self.present: DataConfiguration | None = None
 
     def take(self, name: str) -> torchft.ProcessGroup:
@@ -329,6 +345,24 @@ class DataGroups:
         """Drop the group of the gang `name`: the next `take` makes another one."""
         self._pgs.pop(name, None)
 
+    def abort_beside(self, aborts: Sequence[_Abort], deadline: float, limit_s: float) -> None:
+        """Let aborts go on beside the next configuration (DATA-7)."""
+        for abort in aborts:
+            self.forget(abort.group)
+
+        def watch() -> None:
+            if not all(abort.has_returned(deadline) for abort in aborts):
+                self.on_stuck(_stuck(limit_s))
+
+        if aborts:
+            self._aborts = threading.Thread(target=watch, name="data-aborts", daemon=True)
+            self._aborts.start()
+
+    def await_aborts(self) -> None:
+        """Wait until they have returned, at most until their deadline."""
+        if self._aborts is not None:
+            self._aborts.join()
+
     def open(self, block: CommBlock | None = None) -> DataConfiguration:
         """Begin a configuration without groups. The one before must have ended (`leave`)."""
         self.present = DataConfiguration(self, block)
@@ -343,9 +377,19 @@ class DataGroups:
     def close(self) -> None:
         """End the present configuration and shut all groups down."""
         self.leave()
+        self.await_aborts()
         for pg in self._pgs.values():
             pg.shutdown()
         self._pgs.clear()
+
+
+def _drain(device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # a device that has failed does nothing more
+        torch.cuda.synchronize(device)
+
+
+def _stuck(limit_s: float) -> OperationalError:
+    return OperationalError(f"a process group that runs in this process could not be aborted within {limit_s:g} s")
 
 
 class _Abort(threading.Thread):
@@ -354,6 +398,7 @@ class _Abort(threading.Thread):
     def __init__(self, group: str, pg: torchft.ProcessGroup) -> None:
         super().__init__(name="data-abort", daemon=True)
         self.group, self._pg = group, pg
+        self.outlasts_kernels = bool(getattr(pg, "abort_outlasts_kernels", False))
         self.stuck: OperationalError | None = None
 
     def run(self) -> None:

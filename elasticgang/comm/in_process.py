@@ -74,6 +74,7 @@ class ProcessGroupGloo(_InProcess, torchft.ProcessGroupGloo):  # type: ignore[mi
 class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[misc]  # names that torch fixes
     """torchft's `ProcessGroupNCCL`, which aborts its communicators, with all collectives."""
 
+    abort_outlasts_kernels = True  # DATA-7
     _kind = "cuda"
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:

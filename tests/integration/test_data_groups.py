@@ -16,6 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ from elasticgang.protocol.device_errors import device_fault
 from elasticgang.torch_private import unreported_error
 from tests.integration import contract
 from tests.preloaded import MARK, PreloadedProcess
-from tests.support import REPOSITORY
+from tests.support import REPOSITORY, wait_until
 
 CPU = torch.device("cpu")
 GUARD_S = 60.0
@@ -247,6 +248,74 @@ def test_an_abort_that_does_not_return_ends_a_rank_on_cuda(monkeypatch: pytest.M
     assert [str(error) for error in stuck] == [
         "a process group that runs in this process could not be aborted within 0.2 s"
     ]
+
+
+class Nccl(OnDevice):
+    """Its abort takes longer than the kernels."""
+
+    abort_outlasts_kernels = True
+
+
+# DATA-7
+def test_a_configuration_ends_when_the_device_has_drained_and_the_aborts_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    drained, let_go = threading.Event(), threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: drained.wait(GUARD_S))
+    present, stuck = on_device(monkeypatch, [Nccl(lambda: let_go.wait(GUARD_S)) for _ in range(2)])
+    with ThreadPoolExecutor(1) as threads:
+        ending = threads.submit(present.fail, PeerLostError("a peer is dead"))
+        with pytest.raises(FutureTimeoutError):
+            ending.result(0.05)
+        drained.set()
+        ending.result(GUARD_S)
+    assert present.is_aborted
+    let_go.set()
+    assert stuck == []
+
+
+# DATA-7
+def test_the_next_configuration_has_new_groups_and_ends_after_the_aborts_of_the_former(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    let_go, stuck = threading.Event(), list[Exception]()
+    made = [Nccl(lambda: let_go.wait(GUARD_S)), Nccl()]
+    groups = DataGroups(iter(made).__next__, torch.device("cuda", 0), GUARD_S, stuck.append)
+    for group in made:
+        assert groups.open().connect("dp", "127.0.0.1:1/x", "rank 0", GroupSpec("all", 0, 2), 1) is group
+        if group is made[0]:
+            groups.leave()
+    with ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(groups.close)
+        with pytest.raises(FutureTimeoutError):
+            closing.result(0.05)
+        let_go.set()
+        closing.result(GUARD_S)
+    assert stuck == []
+
+
+# DATA-7
+def test_an_abort_that_never_returns_ends_the_rank_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(data_groups, "DEVICE_ABORT_TIMEOUT_S", 0.2)
+    let_go = threading.Event()
+    present, stuck = on_device(monkeypatch, [Nccl(lambda: let_go.wait(GUARD_S))])
+    present.fail(PeerLostError("a peer is dead"))
+    assert stuck == []
+    wait_until(lambda: stuck, "the end of the rank")
+    let_go.set()
+    assert "could not be aborted within 0.2 s" in str(stuck[0])
+
+
+# DATA-7
+def test_a_device_that_does_not_drain_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_groups, "DEVICE_ABORT_TIMEOUT_S", 0.2)
+    let_go = threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: let_go.wait(GUARD_S))
+    present, stuck = on_device(monkeypatch, [Nccl(lambda: let_go.wait(GUARD_S))])
+    present.fail(PeerLostError("a peer is dead"))
+    let_go.set()
+    assert "could not be aborted within 0.2 s" in str(stuck[0])
 
 
 # DATA-5
