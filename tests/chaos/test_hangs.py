@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ def stuck(directory: Path, statement: str) -> Path:
 def test_when_all_ranks_stand_still_their_stacks_are_told_and_nobody_is_killed(name: str, tmp_path: Path) -> None:
     with Job(tmp_path, stuck(tmp_path, STUCK[name]), ranks=4, options=[f"--hang-timeout={LIMIT_S:g}"]) as job:
         reports = [job.expect("standstill", count=count) for count in (1, 2, 3)]
+        job.expect_line(f"made progress for {reports[-1]['stalled_s']:.1f} s.")
         told = job.stderr
         alive = [job.rank_pid(rank) for rank in range(4) if is_alive(job.rank_pid(rank))]
     assert [
@@ -194,7 +196,9 @@ def test_when_all_ranks_stand_still_their_stacks_are_told_and_nobody_is_killed(n
     assert re.search(r"^ranks 0, 1, 2, 3 \(pids \d+, \d+, \d+, \d+\):$", first, re.MULTILINE)
     assert first.count("in stand_still") == 1  # one stack for all
     assert "elasticgang/" not in first.partition("frame first:")[2]  # nothing of the runtime
-    assert told.count("warning: no rank") <= 3  # none between
+    warned_s = [float(stalled_s) for stalled_s in re.findall(r"warning: no rank .* progress for ([\d.]+) s", told)]
+    assert warned_s[:3] == [float(f"{report['stalled_s']:.1f}") for report in reports]  # none between
+    assert [later >= 2 * earlier - 0.2 for earlier, later in pairwise(warned_s)] == [True] * (len(warned_s) - 1)
 
 
 def test_when_all_ranks_are_stopped_that_is_told_and_they_go_on(tmp_path: Path) -> None:
