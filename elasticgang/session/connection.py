@@ -6,6 +6,9 @@ CONN-DEADLINE  Both ends close a connection whose handshake is not complete afte
 CONN-ALIVE     A client whose peer's kernel has not answered for `ALIVE_S` closes the connection: its host is down, or
                cut off. A process that answers late is not mistaken for that, but one that reads nothing for so long
                while much is sent to it is: the kernel counts a full window as no answer.
+CONN-NODELAY   Each message is sent at once. Otherwise the kernel would keep a small one back until the peer has
+               acknowledged the one before, for up to 40 ms: asyncio tells it so for connections that it has opened,
+               and not for accepted ones.
 CONN-UNREAD    A connection whose peer leaves more than `MAX_UNSENT_BYTES` unread is closed.
 CONN-BOUND     A frame has at most `MAX_HANDSHAKE_BYTES` during the handshake, and at most `max_bytes` after it.
 CONN-TURN      What came on one connection is handled for `TURN_S` at a time. Until all of it is, nothing more is read
@@ -24,7 +27,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from elasticgang.errors import WireError
 from elasticgang.session.addresses import distinct, failure_of
@@ -155,6 +158,8 @@ class Connection(asyncio.Protocol):
         if self._is_closed:  # the listener dropped it before it began
             transport.abort()
             return
+        if (sock := _tcp_socket(transport)) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # CONN-NODELAY
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple) and len(peer) >= 2:
             self.peer = f"{peer[0]}:{peer[1]}"
@@ -334,8 +339,7 @@ class ClientConnection(Connection):
         self._is_proved = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        if (sock := _tcp_socket(transport)) is not None:
             for level, option, value in _ALIVE:
                 sock.setsockopt(level, option, value)
         super().connection_made(transport)
@@ -358,6 +362,12 @@ class ClientConnection(Connection):
             return
         keys: SessionKeys = self._handshake.finish(body)
         self._open(keys.to_client, keys.to_server)
+
+
+def _tcp_socket(transport: asyncio.BaseTransport) -> Any:
+    """None if it is of another kind."""
+    sock = transport.get_extra_info("socket")
+    return sock if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 def client_of(user: SessionUser, identity: Identity, credentials: Credentials, host: str) -> ClientConnection:

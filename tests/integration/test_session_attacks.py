@@ -397,6 +397,20 @@ def test_a_client_leaves_a_server_that_never_answers(monkeypatch: pytest.MonkeyP
     asyncio.run(run())
 
 
+# CONN-NODELAY
+def test_both_ends_send_a_message_at_once() -> None:
+    async def test(echo: Echo) -> None:
+        client, connection = await connect(echo)
+        await client.is_open.wait()
+        (session,) = echo.sessions
+        for end in (connection, session):
+            assert end.transport is not None
+            assert end.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        connection.close()
+
+    serve(test)
+
+
 # CONN-ALIVE
 def test_a_clients_kernel_looks_whether_the_servers_host_is_up() -> None:
     async def test(echo: Echo) -> None:
