@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from elasticgang.launch import cli
-from elasticgang.launch.run import PRELOAD
+from elasticgang.launch.run import PRELOAD, REHEARSAL
 from elasticgang.process import forkserver
 from elasticgang.process.parent_death import signal_at_parent_death
 from scripts.demo_job.processes import ELASTICGANG
@@ -69,7 +69,7 @@ def _server() -> forkserver.ForkServer:
     if pid in _servers and _servers[pid].is_lost:  # FORK-4
         _servers.pop(pid).close()
     if pid not in _servers:
-        modules = (__name__, *PRELOAD, *_EXTRA)
+        modules = (__name__, *PRELOAD, REHEARSAL, *_EXTRA)
         server = forkserver.ForkServer(modules, env=_ENVIRONMENT, spawn_timeout=_GUARD_S)
         server.wait_ready()
         atexit.register(server.close)

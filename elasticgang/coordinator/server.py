@@ -66,16 +66,20 @@ def collect_rarely() -> None:
     gc.set_threshold(_GC_OBJECTS, 10, 10)
 
 
+def prepare_process() -> None:
+    """Before `serve`, in a process that does nothing else."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:  # an agent's session takes a descriptor
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    collect_rarely()
+
+
 async def serve(options: CoordinatorOptions, log: Callable[[str], None], listening: Callable[[str], None]) -> None:
     """Lead jobs until the task is cancelled. `listening` is called once, with the address.
 
     Raises:
         OperationalError: the address or the state directory cannot be used, or the server has failed (SERVE-STOP).
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:  # an agent's session takes a descriptor
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    collect_rarely()
     host = options.host
     options.credentials.check_address(host, f"the coordinator listens on loopback only, not on {host!r}")
     directory = None if options.state_dir is None else StateDirectory(options.state_dir)
@@ -111,6 +115,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     """The process of an embedded coordinator. `fds`: the pipe on which it announces its address, and the pidfd of its
     owner, with which it exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prepare_process()
     announce, owner = fds
     options = CoordinatorOptions(
         args["host"],

@@ -46,6 +46,7 @@ PRELOAD = (
     "encodings.ascii",  # a source of a heal decodes with it
     "encodings.idna",  # and what connects to a host, its name
 )
+REHEARSAL = "elasticgang.coordinator.rehearsal:rehearse"  # where the fork server forks a coordinator
 
 
 def run_job(args: argparse.Namespace, credentials: Credentials, listeners: Mapping[str, socket.socket]) -> int:
@@ -63,7 +64,7 @@ def run_job(args: argparse.Namespace, credentials: Credentials, listeners: Mappi
     job = Job(
         command={"script": args.script, "args": args.args, "module": args.module},
         rank_target=_RANK_TARGET,
-        preload=PRELOAD,
+        preload=PRELOAD if args.coordinator is not None else (*PRELOAD, REHEARSAL),
         num_ranks=args.nproc_per_node,
         num_spares=args.spares,
         job_id=args.job_id or uuid.uuid4().hex[:12],
@@ -152,7 +153,7 @@ def _list_job(held: contextlib.ExitStack, job: str, log_dir: str | None, output:
 
 
 def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
-    from elasticgang.coordinator.server import CoordinatorOptions, serve
+    from elasticgang.coordinator.server import CoordinatorOptions, prepare_process, serve
 
     state_dir = args.state_dir and Path(args.state_dir)
     options = CoordinatorOptions(args.host, args.port, credentials, state_dir or None, advertise=args.advertise or "")
@@ -175,6 +176,7 @@ def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
 
     weigh_own_session()
     raise_priority()
+    prepare_process()
     try:
         asyncio.run(run())
     except OperationalError as exc:

@@ -17,6 +17,9 @@ FORK-5  The server moves its memory to huge pages before the first fork: afterwa
 FORK-6  Before the first fork, the server fills the blocks that are free in its pages, Python's and malloc's: a fork
     would copy each page of which it takes one. It empties Python's cache of attributes: for each new entry a fork would
     copy the page of the name in the former one.
+FORK-7  Before the first fork, the server calls the functions that its owner has named, and moves the code of what these
+    call side by side (`code_layout.py`): forks that do the same find caches filled, and copy fewer pages. Such a
+    function may fork, and reaps what it has forked.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticgang.errors import OperationalError
-from elasticgang.process import huge_pages
+from elasticgang.process import code_layout, huge_pages
 from elasticgang.process.free_blocks import fill_free_blocks
 from elasticgang.process.parent_death import signal_at_parent_death
 
@@ -136,9 +139,9 @@ class ForkServer(ForkServerClient):
         new_session: bool = True,
         spawn_timeout: float = _SPAWN_TIMEOUT_S,
     ) -> None:
-        """`preload`: modules that the server imports before it forks. `new_session`: only the owner gets a Ctrl-C of
-        the terminal, and forwards it. Without it, started processes can join the owner's process group.
-        `spawn_timeout`: seconds that an answer may take."""
+        """`preload`: modules that the server imports before it forks, and functions ("module:function") that it then
+        calls (FORK-7). `new_session`: only the owner gets a Ctrl-C of the terminal, and forwards it. Without it,
+        started processes can join the owner's process group. `spawn_timeout`: seconds that an answer may take."""
         become_subreaper()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -215,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
     control = socket.socket(fileno=control_fd)
     try:
         owner = os.pidfd_open(owner_pid)
-        _import(preload)
+        _prepare(preload)
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             raise RuntimeError(f"{threads} threads are alive after the imports; a fork would inherit their locks")
@@ -230,23 +233,36 @@ def main(argv: Sequence[str]) -> int:
     return task()
 
 
-_fillers: list[list[Any]] = []
+_kept: list[object] = []  # for what it fills
 
 
-def _import(preload: Sequence[str]) -> None:
+def _prepare(preload: Sequence[str]) -> None:
     gc.disable()  # collections take a quarter of the time of these imports, and find next to nothing
     # FORK-5. A fork of a process that has imported them all has its memory in huge pages already.
-    imported = all(module in sys.modules for module in preload)
+    imported = all(each.partition(":")[0] in sys.modules for each in preload)
     with contextlib.nullcontext() if imported else huge_pages.collapsing():
-        for module in preload:
+        for each in preload:
+            module = each.partition(":")[0]
             importlib.import_module(module)
             _refuse_cuda(module)
-        gc.collect()
-        if sys.version_info < (3, 12):  # names are immortal since: nothing counts the references to them
-            sys._clear_type_cache()
-        _fillers.append(fill_free_blocks())  # FORK-6
-        gc.freeze()  # a garbage collection in a child then does not copy the shared pages
+    if not imported:
+        _kept.append(_lay_out(preload))
+    gc.freeze()  # a garbage collection in a child then does not copy the shared pages
     gc.enable()
+
+
+def _lay_out(preload: Sequence[str]) -> object:
+    """FORK-6, FORK-7. Returns what the process keeps."""
+    if sys.version_info < (3, 12):  # names are immortal since: nothing counts the references to them
+        sys._clear_type_cache()
+    with code_layout.recording() as called:
+        for module, _, function in (each.partition(":") for each in preload):
+            if function:
+                getattr(sys.modules[module], function)()
+    plan = code_layout.plan(called)
+    del called
+    gc.collect()
+    return fill_free_blocks(), code_layout.move(plan)
 
 
 def _refuse_cuda(module: str) -> None:
@@ -390,13 +406,15 @@ def _prepare_child(request: dict[str, Any], fds: list[int]) -> Callable[[], int]
         os.closerange(lowest, fd)
         lowest = fd + 1
     os.closerange(lowest, max(lowest, os.sysconf("SC_OPEN_MAX")))
-    os.environ.update(request["env"])
+    if request["env"]:
+        os.environ.update(request["env"])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     module, _, function = request["target"].partition(":")
 
     def task() -> int:
-        return int(getattr(importlib.import_module(module), function)(request["args"], kept) or 0)
+        found = sys.modules.get(module) or importlib.import_module(module)
+        return int(getattr(found, function)(request["args"], kept) or 0)
 
     return task
 

@@ -18,7 +18,7 @@ from tests.support import REPOSITORY, Job
 
 _MOST_RSS_BYTES = 40_000_000
 # That each has written to, as `scripts/bench memory` shows it.
-_MOST_MB = {"coordinator": 6.5, "comm": 6.0, "forkserver": 4.0, "rank": 17.0}
+_MOST_MB = {"coordinator": 5.3, "comm": 6.0, "forkserver": 4.0, "rank": 17.0}
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _HELD = 'time.sleep(0.01); (here / f"at-{rank}").write_text(f"{step}\\n")'
 _AFTER_100 = """

@@ -24,6 +24,7 @@ from tests.support import REPOSITORY, wait_dead, wait_until
 
 CHILDREN = "tests.integration.children"
 HOLES = "tests.integration.leaves_holes"
+CALLED = "tests.integration.is_called"
 GUARD_S = 20.0
 
 
@@ -162,6 +163,30 @@ def test_objects_of_a_fork_lie_side_by_side() -> None:
     with open(reading, "rb") as told:
         found = json.loads(told.read())
     assert {size: num for size, num in found.items() if num < 80} == {}
+
+
+# FORK-7
+def test_a_function_that_the_owner_names_is_called_once_and_forks_find_its_code_moved() -> None:
+    server = ForkServer(preload=(f"{CALLED}:call", CALLED), env={"PYTHONPATH": str(REPOSITORY)})
+    server.wait_ready()
+    for _ in range(2):
+        reading, writing = os.pipe()
+        assert end(server.spawn(f"{CALLED}:tell", {}, fds=[writing])) == 0
+        os.close(writing)
+        with open(reading, "rb") as told:
+            assert json.loads(told.read()) == {"calls": [server.process.pid], "kept": ["not called"]}
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [("fail", "ValueError: it cannot do that here"), ("leave_a_thread", "2 threads are alive")],
+)
+def test_a_server_does_not_start_if_such_a_function_fails_or_leaves_a_thread(function: str, error: str) -> None:
+    server = ForkServer(preload=(f"{CALLED}:{function}",), env={"PYTHONPATH": str(REPOSITORY)})
+    with pytest.raises(OperationalError, match=error):
+        server.wait_ready()
+    server.close()
 
 
 @pytest.mark.parametrize("allocator", ["pymalloc", "malloc", "debug"])

@@ -14,7 +14,7 @@ import torch
 import elasticgang as eg
 from elasticgang import testing
 from elasticgang.comm.kinds import default_process_group
-from elasticgang.launch.run import PRELOAD
+from elasticgang.launch.run import PRELOAD, REHEARSAL
 from tests.chaos.training_scripts import script, training
 from tests.support import Job
 
@@ -213,8 +213,11 @@ def test_no_module_that_the_fork_server_imports_asks_for_cuda() -> None:
         return refuse
     for name in ("is_available", "device_count", "init", "set_device", "current_device"):
         setattr(torch.cuda, name, refusal(name))
-    for module in {PRELOAD!r}:
-        importlib.import_module(module)
+    for module in {(*PRELOAD, REHEARSAL)!r}:
+        module, _, function = module.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], stdin=subprocess.DEVNULL, capture_output=True, timeout=120

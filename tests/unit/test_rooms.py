@@ -40,7 +40,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "state": ("errors", "torch_private", "testing", "protocol", "session"),
     "checkpoint": ("errors", "torch_private", "testing", "progress", "layout", "protocol", "process", "state"),
     "reshape": ("errors", "testing", "layout", "protocol", "state", "checkpoint"),
-    "coordinator": ("errors", "testing", "protocol", "session"),
+    "coordinator": ("errors", "testing", "layout", "protocol", "session"),
     "watch": ("errors", "environment", "progress", "process", "observe"),
     "doctor": ("errors", "environment", "session"),
     "agent": (

@@ -1,0 +1,58 @@
+"""What a fork server does before it forks coordinators: it leads a job, and nothing of that is left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from tests.support import REPOSITORY
+
+REHEARSES = """
+    import gc, json, os, resource, signal, time
+    from elasticgang.coordinator.rehearsal import rehearse
+    from elasticgang.process import code_layout
+
+    def state():
+        return {
+            "threads": len(os.listdir("/proc/self/task")),
+            "files": sorted(os.listdir("/proc/self/fd")),
+            "interrupts": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            "collections": gc.get_threshold(),
+            "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
+        }
+    before, began_s = state(), time.monotonic()
+    with code_layout.recording() as called:
+        rehearse()
+    took_s = time.monotonic() - began_s
+    gc.collect()
+    names = sorted({code.co_name for code in called.codes if "elasticgang" in code.co_filename})
+    print(json.dumps({"names": names, "took_s": took_s, "before": before, "after": state()}))
+"""
+NO_NETWORK = ("unshare", "--map-root-user", "--net")
+
+
+def rehearsed(*prefix: str) -> dict[str, Any]:
+    command = [*prefix, sys.executable, "-c", textwrap.dedent(REHEARSES)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["after"] == found["before"]
+    return found
+
+
+def test_a_job_is_led_through_three_generations_and_nothing_is_left_of_it() -> None:
+    found = rehearsed()
+    decides = {"next_record", "plan", "_decide", "_exchange_keys", "_carry_out"}
+    assert decides <= set(found["names"])
+
+
+def test_it_is_done_without_where_there_is_no_loopback_interface() -> None:
+    if shutil.which("unshare") is None or subprocess.run([*NO_NETWORK, "true"], check=False).returncode:
+        pytest.skip("this user may not make network namespaces")
+    assert "next_record" not in rehearsed(*NO_NETWORK)["names"]
