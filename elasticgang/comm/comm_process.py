@@ -580,8 +580,9 @@ class CommProcess:
 
 def translated(what: str, reason: str) -> GangError:
     """A GangError for an error text of torch: a CollectiveTimeoutError if it names a timeout."""
-    kind = CollectiveTimeoutError if _TIMED_OUT.search(reason) else PeerLostError
-    return kind(f"{what}: {reason}")
+    if _TIMED_OUT.search(reason):
+        return CollectiveTimeoutError(f"{what} timed out: {reason}")
+    return PeerLostError(f"{what}: {reason}")
 
 
 def _exited(pidfd: int, timeout: float) -> bool:

@@ -65,7 +65,7 @@ def test_a_call_has_the_timeout_of_its_options(name: str, rings: Rings) -> None:
     kind, form = FORMS_WITH_OPTIONS[name]
     ring = rings(2, timeout=60.0)
     began = time.monotonic()
-    with pytest.raises(CollectiveTimeoutError, match=r"[Tt]imed out"):
+    with pytest.raises(CollectiveTimeoutError, match="timed out"):
         form(ring[0], with_timeout(kind, 0.2)).wait()
     assert time.monotonic() - began < GUARD_S, "the timeout of the group"
     assert isinstance(ring[0].errored(), CollectiveTimeoutError)
@@ -75,7 +75,7 @@ def test_a_call_has_the_timeout_of_its_options(name: str, rings: Rings) -> None:
 
 def test_a_call_has_the_timeout_that_it_is_given_by_name(rings: Rings) -> None:
     ring = rings(2, timeout=60.0)
-    with pytest.raises(CollectiveTimeoutError, match=r"[Tt]imed out"):
+    with pytest.raises(CollectiveTimeoutError, match="timed out"):
         ring[0].allreduce([torch.ones(3)], SUM, timeout=timedelta(seconds=0.2)).wait()
 
 
@@ -121,7 +121,7 @@ def test_a_work_that_nobody_waits_for_ends_the_configuration_as_a_timeout(rings:
     start(ring[0])
     wait_until(ring[0].errored, "its end", GUARD_S)
     assert isinstance(ring[0].errored(), CollectiveTimeoutError)
-    with pytest.raises(CollectiveTimeoutError, match="Timed out"):
+    with pytest.raises(CollectiveTimeoutError, match="timed out"):
         raise ring[0].errored()
 
 
