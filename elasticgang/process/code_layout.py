@@ -17,9 +17,11 @@ from typing import Any
 
 @dataclass
 class Called:
-    """Code that was called, in the order of the first calls, and the names of the modules that it is from."""
+    """Code that was called, by id, in the order of the first calls, and the names of the modules that it is from.
 
-    codes: dict[CodeType, None] = field(default_factory=dict)
+    By id, because equal code may be from two files: tracebacks name the file."""
+
+    codes: dict[int, CodeType] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
 
 
@@ -30,7 +32,7 @@ def recording() -> Iterator[Called]:
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
-            called.codes[frame.f_code] = None
+            called.codes[id(frame.f_code)] = frame.f_code
             called.modules.add(frame.f_globals.get("__name__", ""))
 
     before = sys.getprofile()
@@ -45,39 +47,40 @@ def recording() -> Iterator[Called]:
 class Plan:
     """Which functions get a copy of their code, in this order."""
 
-    functions: list[tuple[CodeType, list[FunctionType]]]
-    called: Container[CodeType]
+    functions: list[list[FunctionType]]
+    called: dict[int, CodeType]
 
 
 def plan(called: Called) -> Plan:
     """Find the functions of which the code was called. Those that no module, class or other function refers to keep
     their code."""
-    of: dict[CodeType, list[FunctionType]] = {}
+    of: dict[int, list[FunctionType]] = {}
     for function in _functions(called.modules):
-        of.setdefault(function.__code__, []).append(function)
-    return Plan([(code, of[code]) for code in called.codes if code in of], called.codes)
+        of.setdefault(id(function.__code__), []).append(function)
+    return Plan([of[code] for code in called.codes if code in of], called.codes)
 
 
 def move(plan: Plan) -> object:
     """Give each function its copy. The copies lie side by side if no blocks are free in between (`free_blocks.py`).
     Returns what the caller keeps: the former code, which would leave free blocks between objects that forks share."""
-    copies: dict[CodeType, CodeType] = {}
-    for code, functions in plan.functions:
-        copy = _copy(code, plan.called, copies)
+    copies: dict[int, CodeType] = {}
+    for functions in plan.functions:
+        copy = _copy(functions[0].__code__, plan.called, copies)
         for function in functions:
             function.__code__ = copy
     return plan, copies
 
 
-def _copy(code: CodeType, called: Container[CodeType], copies: dict[CodeType, CodeType]) -> CodeType:
-    """With copies of the code within it that was called: of lambdas, comprehensions and closures."""
-    if code not in copies:
+def _copy(code: CodeType, called: Container[int], copies: dict[int, CodeType]) -> CodeType:
+    """With copies of the code within it that was called: of lambdas, comprehensions and closures. `copies`: by the id
+    of the former code, which `called` or a caller keeps."""
+    if id(code) not in copies:
         consts = tuple(
-            _copy(const, called, copies) if isinstance(const, CodeType) and const in called else const
+            _copy(const, called, copies) if isinstance(const, CodeType) and id(const) in called else const
             for const in code.co_consts
         )
-        copies[code] = code.replace(co_consts=consts)
-    return copies[code]
+        copies[id(code)] = code.replace(co_consts=consts)
+    return copies[id(code)]
 
 
 def _functions(modules: Container[str]) -> Iterator[FunctionType]:

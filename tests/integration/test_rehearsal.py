@@ -31,7 +31,7 @@ REHEARSES = """
         rehearse()
     took_s = time.monotonic() - began_s
     gc.collect()
-    names = sorted({code.co_name for code in called.codes if "elasticgang" in code.co_filename})
+    names = sorted({code.co_name for code in called.codes.values() if "elasticgang" in code.co_filename})
     print(json.dumps({"names": names, "took_s": took_s, "before": before, "after": state()}))
 """
 NO_NETWORK = ("unshare", "--map-root-user", "--net")

@@ -146,6 +146,22 @@ def test_code_within_code_is_moved_with_it(module: Any) -> None:
     assert module.outer(1).__code__ is module.outer(2).__code__ is module.three_times.__code__
 
 
+def test_equal_code_of_two_files_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that differs in nothing but its file is equal, and a traceback names the file."""
+    modules = [ModuleType(f"{NAME}_{each}") for each in "ab"]
+    for each in modules:
+        exec(compile("def f():\n    return 1\n", f"{each.__name__}.py", "exec"), vars(each))
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    codes = [each.f.__code__ for each in modules]
+    assert codes[0] == codes[1]
+    with code_layout.recording() as called:
+        assert [each.f() for each in modules] == [1, 1]
+    code_layout.move(code_layout.plan(called))
+    moved = [each.f.__code__ for each in modules]
+    assert [code.co_filename for code in moved] == [f"{each.__name__}.py" for each in modules]
+    assert not any(after is before for after, before in zip(moved, codes, strict=True))
+
+
 def test_a_profiler_goes_on_after_a_recording_also_after_one_that_fails() -> None:
     noted: list[str] = []
 
