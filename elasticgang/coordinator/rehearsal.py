@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from elasticgang.coordinator.server import CoordinatorOptions, serve
 from elasticgang.errors import OperationalError
 from elasticgang.layout import ParallelLayout
+from elasticgang.process.parent_death import signal_at_parent_death
 from elasticgang.protocol.agent_events import RecordAnswered
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.coordinator_messages import (
@@ -36,10 +37,20 @@ _NUM_RANKS = 4
 
 
 def rehearse() -> None:
-    """Found a job, lose a rank and take one in. It does without what it cannot do here: without a loopback interface or
-    descriptors, say."""
-    with contextlib.suppress(OperationalError, OSError, asyncio.TimeoutError):
-        asyncio.run(asyncio.wait_for(_lead(), _LIMIT_S))
+    """Found a job, lose a rank and take one in. It goes on without if it fails: without a loopback interface or
+    descriptors, say. It sets no event loop for this thread, as `asyncio.run` does: `asyncio.get_event_loop` would raise
+    in forks."""
+    with contextlib.suppress(Exception):
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(asyncio.wait_for(_lead(), _LIMIT_S))
+        finally:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            if left:
+                loop.run_until_complete(asyncio.wait(left))
+            loop.close()
 
 
 async def _lead() -> None:
@@ -55,14 +66,16 @@ async def _lead() -> None:
     pid = os.fork()  # so that this process calls only what a coordinator does
     if not pid:
         _run_agent(port)
-    agent = os.pidfd_open(pid)
     try:
-        loop.add_reader(agent, serving.cancel)
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
+        agent = os.pidfd_open(pid)
+        try:
+            loop.add_reader(agent, serving.cancel)
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+        finally:
+            loop.remove_reader(agent)
+            os.close(agent)
     finally:
-        loop.remove_reader(agent)
-        os.close(agent)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
@@ -71,6 +84,7 @@ def _run_agent(port: int) -> NoReturn:
     """In a process of its own, which ends with the session at the latest."""
     sys.setprofile(None)
     try:
+        signal_at_parent_death(signal.SIGKILL)
         asyncio.run(asyncio.wait_for(_Agent(port).run(), _LIMIT_S))
     finally:
         os._exit(0)

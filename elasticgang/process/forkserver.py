@@ -19,7 +19,8 @@ FORK-6  Before the first fork, the server fills the blocks that are free in its 
     copy the page of the name in the former one.
 FORK-7  Before the first fork, the server calls the functions that its owner has named, and moves the code of what these
     call side by side (`code_layout.py`): forks that do the same find caches filled, and copy fewer pages. Such a
-    function may fork, and reaps what it has forked.
+    function may fork, and reaps what it has forked. A server that has all modules at its start calls none: it is a fork
+    of one that did.
 """
 
 from __future__ import annotations
@@ -259,6 +260,7 @@ def _lay_out(preload: Sequence[str]) -> object:
         for module, _, function in (each.partition(":") for each in preload):
             if function:
                 getattr(sys.modules[module], function)()
+    huge_pages.collapse()  # FORK-5: such a function may have forked
     plan = code_layout.plan(called)
     del called
     gc.collect()

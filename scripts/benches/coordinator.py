@@ -77,7 +77,7 @@ def received(pipe: Connection) -> Any:
 
 
 def coordinator_process(directory: str, fields: dict[str, Any], pipe: Connection) -> None:
-    collect_rarely()  # as `coordinator.server.serve` does
+    collect_rarely()  # as `coordinator.server.prepare_process` does
 
     async def run() -> None:
         loop = asyncio.get_running_loop()

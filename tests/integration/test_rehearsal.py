@@ -14,7 +14,7 @@ import pytest
 from tests.support import REPOSITORY
 
 REHEARSES = """
-    import gc, json, os, resource, signal, time
+    import asyncio, gc, json, os, resource, signal, time, warnings
     from elasticgang.coordinator.rehearsal import rehearse
     from elasticgang.process import code_layout
 
@@ -31,6 +31,12 @@ REHEARSES = """
         rehearse()
     took_s = time.monotonic() - began_s
     gc.collect()
+    pid = os.fork()
+    if not pid:
+        warnings.simplefilter("ignore")  # newer Pythons deprecate it
+        asyncio.get_event_loop().close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
     names = sorted({code.co_name for code in called.codes.values() if "elasticgang" in code.co_filename})
     print(json.dumps({"names": names, "took_s": took_s, "before": before, "after": state()}))
 """

@@ -40,7 +40,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "state": ("errors", "torch_private", "testing", "protocol", "session"),
     "checkpoint": ("errors", "torch_private", "testing", "progress", "layout", "protocol", "process", "state"),
     "reshape": ("errors", "testing", "layout", "protocol", "state", "checkpoint"),
-    "coordinator": ("errors", "testing", "layout", "protocol", "session"),
+    "coordinator": ("errors", "testing", "layout", "protocol", "process", "session"),
     "watch": ("errors", "environment", "progress", "process", "observe"),
     "doctor": ("errors", "environment", "session"),
     "agent": (
@@ -75,6 +75,7 @@ ONLY = {
     ("gang", "comm"): ("elasticgang.comm.torch_backend",),
     ("launch", "process"): ("elasticgang.process.priority", "elasticgang.process.stop_signals"),
     ("checkpoint", "process"): ("elasticgang.process.parent_death",),
+    ("coordinator", "process"): ("elasticgang.process.parent_death",),
 }
 
 PURE_ROOMS = ("layout", "protocol")
