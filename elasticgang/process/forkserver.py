@@ -256,13 +256,14 @@ def _lay_out(preload: Sequence[str]) -> object:
     """FORK-6, FORK-7. Returns what the process keeps."""
     if sys.version_info < (3, 12):  # names are immortal since: nothing counts the references to them
         sys._clear_type_cache()
+    calls = [each.partition(":") for each in preload if ":" in each]
     with code_layout.recording() as called:
-        for module, _, function in (each.partition(":") for each in preload):
-            if function:
-                getattr(sys.modules[module], function)()
-    huge_pages.collapse()  # FORK-5: such a function may have forked
+        for module, _, function in calls:
+            getattr(sys.modules[module], function)()
+    if calls:
+        huge_pages.collapse()  # FORK-5: such a function may have forked
     plan = code_layout.plan(called)
-    del called
+    del called, calls
     gc.collect()
     return fill_free_blocks(), code_layout.move(plan)
 
@@ -408,15 +409,13 @@ def _prepare_child(request: dict[str, Any], fds: list[int]) -> Callable[[], int]
         os.closerange(lowest, fd)
         lowest = fd + 1
     os.closerange(lowest, max(lowest, os.sysconf("SC_OPEN_MAX")))
-    if request["env"]:
-        os.environ.update(request["env"])
+    os.environ.update(request["env"])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     module, _, function = request["target"].partition(":")
 
     def task() -> int:
-        found = sys.modules.get(module) or importlib.import_module(module)
-        return int(getattr(found, function)(request["args"], kept) or 0)
+        return int(getattr(importlib.import_module(module), function)(request["args"], kept) or 0)
 
     return task
 

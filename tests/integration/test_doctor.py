@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from elasticgang.doctor import facts
 from elasticgang.doctor.verdicts import Disk, Job
 from elasticgang.environment import RUN_DIR
 from elasticgang.launch.arguments import COORDINATOR_PORT
+from tests.support import without_network
 
 DOCTOR = [sys.executable, "-m", "elasticgang", "doctor"]
 DEADLINE_S = 200
@@ -135,8 +135,8 @@ def test_a_coordinator_that_refuses_is_an_error() -> None:
 
 
 def test_a_loopback_that_is_down_is_an_error() -> None:
-    namespace = ["unshare", "--map-root-user", "--net"]
-    if shutil.which("unshare") is None or run([*namespace, "true"]).returncode:
+    namespace = without_network()
+    if not namespace:
         pytest.skip("needs a network namespace of its own")
     code, found = report([*namespace, *DOCTOR])
     assert code == 1
