@@ -1,8 +1,9 @@
-"""The settings of torch's ProcessGroupNCCL without which a rank outlives the loss of a peer. Pure.
+"""The settings of torch's ProcessGroupNCCL with which a rank outlives the loss of a peer. Pure.
 
 With its defaults torch ends a process whose collective fails or times out, whose watchdog stands still, or whose
 watchdog meets a CUDA error. Here a failed collective costs a step, the agent finds ranks that hang, and a fault of the
-device is reported before the process ends. torch reads these variables when it makes a process group.
+device is reported before the process ends. After an error, the watchdog also sleeps for a minute by default, and the
+group cannot be aborted meanwhile. torch reads these variables when it makes a process group.
 
 SURVIVE-1  Each variable has the value of `_SETTINGS` before a group over NCCL is made. Another value of the user's is
     refused with the reason, and not replaced.
@@ -47,6 +48,18 @@ _SETTINGS = (
         ("TORCH_NCCL_PROPAGATE_ERROR",),
         _FALSE,
         "the error of one rank would reach the others past the coordinator, and end them",
+    ),
+    _Setting(
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",),
+        ("0",),
+        "after an error the watchdog would sleep for four times as long, and hold up the abort of its group: the rank "
+        "would be ended for that",
+    ),
+    _Setting(
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",),
+        _FALSE,
+        "after an error torch would write its flight recorder and the stacks of its threads, and hold up the abort of "
+        "the process's first group",
     ),
 )
 

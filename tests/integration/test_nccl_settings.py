@@ -39,6 +39,8 @@ def test_variables_that_are_not_set_are_set_and_others_stay() -> None:
         ("TORCH_NCCL_ENABLE_MONITORING", "1", "whose watchdog stands still"),
         ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "true", "before the rank has reported"),
         ("TORCH_NCCL_PROPAGATE_ERROR", "Y", "past the coordinator"),
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000", "hold up the abort of its group"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "hold up the abort of the process"),
     ],
 )
 def test_a_value_that_ends_healthy_ranks_is_refused_and_nothing_is_set(name: str, value: str, reason: str) -> None:
