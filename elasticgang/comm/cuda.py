@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,6 +19,8 @@ _cuda: Any = torch.cuda  # much of it is untyped
 # torch aborts a group itself after its timeout. The rank notices before, with an error that says more.
 _TORCHS_TIMES = 2
 
+_CAPTURE_THREAD_LOCAL = 1  # of CUstreamCaptureMode
+
 Handle = list[Any]  # JSON values and bytes
 
 
@@ -29,6 +33,14 @@ class Cuda:
         """Create this process's CUDA context, and make `device` the current device of the calling thread."""
         _cuda.set_device(device)
         _cuda.init()
+
+    def query_beside_captures(self, device: int) -> None:
+        """Make `device` the calling thread's, and let the thread query events while another thread captures a CUDA
+        graph. CUDA would otherwise end that capture with an error."""
+        _cuda.set_device(device)
+        mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
+        with contextlib.suppress(OSError, AttributeError):  # no driver that has it: then nobody captures
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def current_device(self) -> int:
         return int(_cuda.current_device())

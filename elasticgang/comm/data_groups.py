@@ -20,6 +20,8 @@ DATA-7  NCCL aborts its kernels at once, and then needs a second for its own thr
         has ended once all aborts have begun and the device has drained. The aborts go on beside the next configuration,
         which has new groups, with the same deadline. They have returned before the aborts of that one begin, and before
         the rank's end.
+DATA-8  A collective that a device has not passed in its timeout ends the configuration (PASSED-2). torch would give
+        those of NCCL 10 minutes, whatever the call says.
 """
 
 from __future__ import annotations
@@ -42,8 +44,11 @@ from elasticgang.collectives.preparation import start_prepared
 from elasticgang.collectives.table import TABLE, compose
 from elasticgang.collectives.work import Work, follow, waited_for
 from elasticgang.comm.comm_process import GroupSpec, translated
+from elasticgang.comm.cuda import Cuda
+from elasticgang.comm.device_progress import DeviceProgress
 from elasticgang.comm.isolated import ProcessGroupIsolated
 from elasticgang.errors import (
+    CollectiveTimeoutError,
     GangError,
     NotSupportedError,
     OperationalError,
@@ -66,8 +71,10 @@ MakeGroup = Callable[[], torchft.ProcessGroup]
 class DataWork(Work):
     """A collective of one configuration, in a torchft group."""
 
-    def __init__(self, configuration: DataConfiguration, group: str, call: str, work: Any) -> None:
+    def __init__(self, configuration: DataConfiguration, group: str, call: str, timeout: float, work: Any) -> None:
+        """`timeout`: seconds, on a device (DATA-8)."""
         self._configuration, self._group, self._call, self._work = configuration, group, call, work
+        self._timeout = timeout
         self.is_over = False
 
     def _wait(self, timeout: float | None) -> bool:
@@ -88,7 +95,7 @@ class DataWork(Work):
             except Exception as error:
                 reason = str(error) or type(error).__name__
             else:
-                self._complete()
+                self._complete(None)
                 return True
             self._work = None
             raise translated(self._call, reason)
@@ -123,13 +130,13 @@ class DataWork(Work):
             return str(error) or type(error).__name__
         finally:
             configuration.num_waiting -= 1
-        self._complete()
+        self._complete(timeout)
         return None
 
-    def _complete(self) -> None:
+    def _complete(self, timeout: float | None) -> None:
         if not self.is_over:
             self.is_over = True
-            self._configuration.stamp_end(self._group, self._call)
+            self._configuration.follow(self._group, self._call, timeout or self._timeout)
             self._configuration.let_go(self)
 
 
@@ -150,6 +157,8 @@ class DataConfiguration:
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._ender: threading.Thread | None = None
+        is_on_device = self.device.type == "cuda"
+        self._progress = DeviceProgress(self.device.index or 0, groups.cuda) if is_on_device else None
 
     def connect(self, name: str, address: str, member: str, spec: GroupSpec, generation: int) -> torchft.ProcessGroup:
         """Configure the group of the gang `name` as `spec`. Blocks until all ranks have connected or the configuration
@@ -216,6 +225,17 @@ class DataConfiguration:
         if self._block is not None:
             self._block.completed(group, TABLE[call].is_message)
 
+    def follow(self, group: str, call: str, timeout: float) -> None:
+        """A collective has completed; on a device, the current stream waits for it."""
+        if self._progress is None:
+            self.stamp_end(group, call)
+            return
+
+        def on_late() -> None:  # DATA-8
+            self.kill(CollectiveTimeoutError(f"{call} timed out after {timeout:g} seconds"))
+
+        self._progress.follow(timeout, lambda: self.stamp_end(group, call), on_late)
+
     def let_go(self, work: DataWork) -> None:
         """The work is over (DATA-6)."""
         with self._lock:
@@ -234,7 +254,7 @@ class DataConfiguration:
         if issued is None:
             raise translated(collective.call, reason)
         self.stamp_begin(group, collective.call)
-        work = DataWork(self, group, collective.call, issued)
+        work = DataWork(self, group, collective.call, collective.timeout_s or self.timeout, issued)
         with self._lock:
             if len(self._works) >= _MOST_UNCHECKED:
                 self._works = {work for work in self._works if not work.has_ended()}
@@ -243,7 +263,11 @@ class DataConfiguration:
 
     def failure(self) -> GangError | None:
         """Call it once the device has done what was started. Why a collective has failed although its `wait` has
-        returned (DATA-5); None: none has."""
+        returned (DATA-5, DATA-8); None: none has."""
+        if self.error is not None:
+            return self.error
+        if self._progress is not None:
+            self._progress.look()
         for name, (pg, _) in list(self._connected.items()):
             error = unreported_error(pg)
             if error is not None:
@@ -274,6 +298,8 @@ class DataConfiguration:
 
     def _end(self) -> None:
         """DATA-3."""
+        if self._progress is not None:
+            self._progress.close()
         must_return = self.device.type == "cuda"
         self._groups.await_aborts()
         limit_s = DEVICE_ABORT_TIMEOUT_S if must_return else ABORT_TIMEOUT_S
@@ -319,11 +345,17 @@ class DataGroups:
     """The data groups of one rank, over all generations: one torchft process group per gang."""
 
     def __init__(
-        self, make: MakeGroup, device: torch.device, timeout: float, on_stuck: Callable[[OperationalError], None]
+        self,
+        make: MakeGroup,
+        device: torch.device,
+        timeout: float,
+        on_stuck: Callable[[OperationalError], None],
+        cuda: Cuda | None = None,
     ) -> None:
         """`make` is called once per gang. `timeout`: seconds for a collective without its own. `on_stuck`: ends the
         rank (DATA-3)."""
         self.device, self.timeout, self.on_stuck = device, timeout, on_stuck
+        self.cuda = cuda or Cuda()
         self._make = make
         self._pgs: dict[str, torchft.ProcessGroup] = {}
         self._aborts: threading.Thread | None = None  # waits for those of the last configuration (DATA-7)

@@ -27,18 +27,23 @@ import torchft.process_group as torchft
 from torch._C._distributed_c10d import ErrorType
 from torch._C._distributed_c10d import Work as TorchWorkBase
 
+from elasticgang.agent.hang_monitor import read_status
 from elasticgang.collectives.collective import Collective
 from elasticgang.comm import data_groups
 from elasticgang.comm.comm_process import GroupSpec
 from elasticgang.comm.data_groups import ABORT_TIMEOUT_S, DataConfiguration, DataGroups
 from elasticgang.comm.error_swallowing import SwallowingProcessGroup
 from elasticgang.comm.in_process import ProcessGroupGloo
-from elasticgang.errors import NotSupportedError, OperationalError, PeerLostError
+from elasticgang.errors import CollectiveTimeoutError, NotSupportedError, OperationalError, PeerLostError
 from elasticgang.gang import ElasticGang, Gang, ReduceOperation
 from elasticgang.gang.elastic import Binding
+from elasticgang.process.status_page import CommBlock, StatusPage, ThreadState
 from elasticgang.protocol.device_errors import device_fault
+from elasticgang.protocol.hang_detector import HangDetector, HangReport, Hung
 from elasticgang.torch_private import unreported_error
 from tests.integration import contract
+from tests.integration.fake_cuda import FakeCuda
+from tests.integration.test_device_progress import HeldCuda
 from tests.preloaded import MARK, PreloadedProcess
 from tests.support import REPOSITORY, wait_until
 
@@ -216,11 +221,17 @@ class OnDevice(torchft.ProcessGroupDummy):  # type: ignore[misc]  # of untyped t
         return self.error
 
 
-def on_device(monkeypatch: pytest.MonkeyPatch, groups: Sequence[OnDevice]) -> tuple[DataConfiguration, list[Exception]]:
+def on_device(
+    monkeypatch: pytest.MonkeyPatch,
+    groups: Sequence[OnDevice],
+    cuda: FakeCuda | None = None,
+    block: CommBlock | None = None,
+) -> tuple[DataConfiguration, list[Exception]]:
     """A configuration of these groups on cuda:0, and why it has ended the rank."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     made, stuck = iter(groups), list[Exception]()
-    present = DataGroups(lambda: next(made), torch.device("cuda", 0), GUARD_S, stuck.append).open()
+    cuda = cuda or FakeCuda()
+    present = DataGroups(lambda: next(made), torch.device("cuda", 0), GUARD_S, stuck.append, cuda).open(block)
     for name in map(str, range(len(groups))):
         present.connect(name, "127.0.0.1:1/x", "rank 0", GroupSpec(name, 0, 2), 1)
     return present, stuck
@@ -280,7 +291,7 @@ def test_the_next_configuration_has_new_groups_and_ends_after_the_aborts_of_the_
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     let_go, stuck = threading.Event(), list[Exception]()
     made = [Nccl(lambda: let_go.wait(GUARD_S)), Nccl()]
-    groups = DataGroups(iter(made).__next__, torch.device("cuda", 0), GUARD_S, stuck.append)
+    groups = DataGroups(iter(made).__next__, torch.device("cuda", 0), GUARD_S, stuck.append, FakeCuda())
     for group in made:
         assert groups.open().connect("dp", "127.0.0.1:1/x", "rank 0", GroupSpec("all", 0, 2), 1) is group
         if group is made[0]:
@@ -333,6 +344,53 @@ def test_an_error_that_no_wait_has_raised_is_found_once_the_device_is_done(monke
     assert isinstance(present.error, PeerLostError)
     assert str(present.error) == "the process group 1: aborted"
     assert gang.is_poisoned
+
+
+# DATA-8
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_collective_that_the_device_does_not_pass_in_its_timeout_ends_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    groups, cuda, aborted = [OnDevice(lambda: aborted.set())], HeldCuda(), threading.Event()
+    present, _ = on_device(monkeypatch, groups, cuda)
+    gang = SwallowingProcessGroup(groups[0], start=functools.partial(present.start, "0"), owner=present)
+    tensor = torch.ones(1)
+    work = gang.start(Collective("all_reduce", (tensor,), (tensor,), timeout_s=0.05 if is_own else None))
+    assert work.wait(None if is_own else 0.05), "it orders streams, and blocks nobody"
+    assert aborted.wait(GUARD_S)
+    gang.check()
+    assert isinstance(present.error, CollectiveTimeoutError)
+    assert str(present.error) == "all_reduce timed out after 0.05 seconds"
+    assert gang.is_poisoned
+
+
+# PASSED-1, HANG-2
+def test_a_rank_for_which_others_wait_on_their_devices_is_found_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, blocks = [StatusPage() for _ in range(2)], list[CommBlock]()
+    for page, cuda, num in zip(pages, (HeldCuda(), FakeCuda()), (2, 1), strict=True):
+        block = page.take_block()
+        assert block is not None
+        blocks.append(block)
+        present, _ = on_device(monkeypatch, [OnDevice()], cuda, block)
+        block.start()
+        page.use(block)
+        page.entered(1)
+        page.set_thread_state(ThreadState.USER_CODE)
+        for _ in range(num):  # rank 1 stops before its second one, which the device of rank 0 waits for
+            tensor = torch.ones(1)
+            assert present.start("0", Collective("all_reduce", (tensor,), (tensor,))).wait()
+        present.check()
+    for page in pages:
+        for _ in range(5):
+            page.step_done()
+    detector, found = HangDetector(1000), list[HangReport]()
+    for now_ms in range(0, 20_000, detector.interval_ms):
+        for page, block in zip(pages, blocks, strict=True):
+            page.pulse()
+            block.beat()
+        readings = [read_status(str(rank), page) for rank, page in enumerate(pages)]
+        found += detector.detect(now_ms, readings)
+    assert {hung.member for hung in found if isinstance(hung, Hung)} == {"1"}
 
 
 # DATA-6
