@@ -65,7 +65,8 @@ class ReceivedChunks:
         is_same = shapes == self._shapes
         tensors = self._find_targets(spec, shapes, num_digests, self.tensors if is_same else [])
         copies = self._copies if is_same and all(map(operator.is_, tensors, self.tensors)) else {}
-        for mark in (self._after, staging.device.mark()):  # PINNED-4
+        devices = {tensor.device for tensor in tensors if staging.device.holds(tensor)}
+        for mark in (self._after, *map(staging.device.mark, devices)):  # PINNED-4
             if mark is not None:
                 mark.synchronize()
         self.tensors, self._places, self._copies = tensors, list(_places(tensors)), copies

@@ -36,12 +36,14 @@ class Device:
     def holds(self, tensor: Tensor) -> bool:
         return tensor.is_cuda
 
-    def mark(self) -> Any:
-        """An event behind all that the current stream has queued; None if this process has not initialized CUDA."""
+    def mark(self, on: torch.device | None = None) -> Any:
+        """An event behind all that the current stream of the device `on` has queued; None if this process has not
+        initialized CUDA. Without `on`: of the thread's current device, which is the rank's own on its training thread
+        alone. On any other device a mark would create a context."""
         if not _cuda.is_initialized():
             return None
         event = _cuda.Event()
-        event.record()
+        event.record(_cuda.current_stream(on))
         return event
 
     def new_stream(self, tensor: Tensor) -> Any:

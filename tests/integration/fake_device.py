@@ -83,7 +83,9 @@ class FakeDevice(Device):
         entered: list[Stream] = self._local.entered
         return entered
 
-    def mark(self) -> Mark:
+    def mark(self, on: torch.device | None = None) -> Mark:
+        is_chosen = self._entered or on is not None or threading.current_thread() is threading.main_thread()
+        assert is_chosen, "the current device of another thread is device 0, whichever the rank's is"
         return Mark(self._entered[-1] if self._entered else self.present)
 
     def new_stream(self, tensor: Tensor) -> Stream:
