@@ -58,6 +58,11 @@ class Cuda:
         on: AbstractContextManager[Any] = _cuda.stream(stream)
         return on
 
+    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
+        """Once `tensor` is freed, its memory is given out again only after what the current stream has queued."""
+        if tensor.is_cuda:
+            tensor.record_stream(_cuda.current_stream(tensor.device))
+
     def new_event(self, device: int, *, shared: bool) -> Any:
         """A recorded event. `shared`: another process can open it by `event_handle`. Waiting for one that is not shared
         takes no core."""

@@ -22,11 +22,14 @@ DATA-7  NCCL aborts its kernels at once, and then needs a second for its own thr
         the rank's end.
 DATA-8  A collective that a device has not passed in its timeout ends the configuration (PASSED-2). torch would give
         those of NCCL 10 minutes, whatever the call says.
+DATA-9  The tensors of a collective, also those that were made for it, are kept until the stream that has waited for it
+        is past it. It may be another stream than theirs: a future's callbacks have one of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -36,6 +39,7 @@ from typing import Any
 
 import torch
 import torchft.process_group as torchft
+from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 
@@ -259,7 +263,14 @@ class DataConfiguration:
             if len(self._works) >= _MOST_UNCHECKED:
                 self._works = {work for work in self._works if not work.has_ended()}
             self._works.add(work)
+        if self.device.type != "cpu":
+            work.then(functools.partial(self._keep_tensors, (*collective.outputs, *collective.inputs)))
         return work.then(last)
+
+    def _keep_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """DATA-9."""
+        for tensor in tensors:
+            self._groups.cuda.keep_for_current_stream(tensor)
 
     def failure(self) -> GangError | None:
         """Call it once the device has done what was started. Why a collective has failed although its `wait` has

@@ -393,6 +393,26 @@ def test_a_rank_for_which_others_wait_on_their_devices_is_found_to_hang(monkeypa
     assert {hung.member for hung in found if isinstance(hung, Hung)} == {"1"}
 
 
+# DATA-9
+def test_what_a_collective_uses_is_kept_for_the_stream_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reduce-scatter makes a tensor of all parts. The callbacks of a future run on another stream than that one's."""
+
+    class Keeping(FakeCuda):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[tuple[int, ...]] = []
+
+        def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
+            self.kept.append(tuple(tensor.shape))
+
+    cuda = Keeping()
+    present, _ = on_device(monkeypatch, [OnDevice()], cuda)
+    parts, own = (torch.ones(3), torch.ones(3)), torch.empty(3)
+    future = present.start("0", Collective("reduce_scatter", (own,), parts)).get_future()
+    assert future.wait()
+    assert set(cuda.kept) == {(6,)}
+
+
 # DATA-6
 def test_the_outputs_of_a_work_live_no_longer_than_its_users_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As works of NCCL, which keep their outputs: those of FSDP would fill the device."""
