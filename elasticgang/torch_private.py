@@ -66,6 +66,16 @@ def source_rank(work: Any) -> int:
     return int(work._source_rank())
 
 
+def coalescing_backend(pg: Any) -> Any:
+    """The backend of a group, or a backend, that performs several messages at once; None if it does not."""
+    group = wrapped_group(pg) or pg
+    try:
+        backend = group if isinstance(group, _c10d.Backend) else group._get_backend(torch.device("cuda"))
+    except (AttributeError, RuntimeError):  # not a group of torch, or one without a backend for CUDA
+        return None
+    return backend if backend.supports_coalescing else None
+
+
 def all_gather_single(pg: Any, output: Tensor, input: Tensor, options: Any) -> Any:
     """Backends have it only under its old name; groups have both names."""
     return pg._allgather_base(output, input, options)

@@ -38,7 +38,8 @@ class Collective:
     `call`: its row in the `TABLE` of collectives. `outputs`: the tensors to write; an in-place call has the same
     tensors in `outputs` and `inputs`. `op`: a `ReduceOperation` or a `BitwiseOperation`. `peer`: the root, or the
     partner of a message, as a rank of the gang. `timeout_s`: of this call; None for the gang's. `wait_all_ranks`: the
-    error of a monitored barrier names all absent ranks, not only the first.
+    error of a monitored barrier names all absent ranks, not only the first. `messages`: of a call of several messages,
+    the partner and the tag of each output, which is received, and then of each input, which is sent.
     """
 
     call: str
@@ -49,6 +50,7 @@ class Collective:
     tag: int = 0
     timeout_s: float | None = None
     wait_all_ranks: bool = False
+    messages: tuple[tuple[int, int], ...] = ()
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> list[int]:

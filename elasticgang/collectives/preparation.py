@@ -53,9 +53,9 @@ def _as_backend_takes(c: Collective, device: torch.device) -> tuple[Collective, 
         return c, None
     dtype, reduces, is_gloo = tensors[0].dtype, TABLE[c.call].reduces, device.type != "cuda"
     view: Callable[[Tensor], Tensor]
-    if dtype.is_complex and (reduces or not is_gloo):
+    if dtype.is_complex and (reduces or not is_gloo) and not TABLE[c.call].is_message:
         view = torch.view_as_real
-    elif dtype in NATIVE or (reduces and not is_gloo and dtype not in WIDENED):
+    elif all(tensor.dtype in NATIVE for tensor in tensors) or (reduces and not is_gloo and dtype not in WIDENED):
         return c, None
     elif not reduces:
         view = _bytes

@@ -10,6 +10,8 @@ TABLE-2  Every torchft process group has the basic collectives. `compose` builds
     collective, for groups that have no others.
 TABLE-3  Only rank 0 of a monitored barrier knows who is absent. It then closes its connections, and the other ranks
     fail later than it by `_RANK_0_FIRST_S`. Otherwise the report of one of them ends the step first.
+TABLE-4  Several messages of one rank are issued in one group of NCCL, which performs them all at once. It would perform
+    single ones one after another: two ranks that both send first would wait for each other.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ from elasticgang.collectives.collective import BitwiseOperation, Collective, Red
 from elasticgang.collectives.dtypes import check_gloo_dtype
 from elasticgang.collectives.exchange import Exchange
 from elasticgang.collectives.work import Work
-from elasticgang.torch_private import AllgatherOptions, all_gather_single, reduce_scatter_single, source_rank
+from elasticgang.torch_private import (
+    AllgatherOptions,
+    all_gather_single,
+    coalescing_backend,
+    reduce_scatter_single,
+    source_rank,
+)
 
 Step = Callable[[], None]
 Issued = tuple[Any, Step | None]  # torch's work, and the step to run after it has completed
@@ -212,6 +220,54 @@ def _recv_anysource(pg: Any, c: Collective) -> Issued:
     return work, lambda: copy(torch.tensor([source_rank(work)], device="cpu").view(source.dtype), source)
 
 
+def _messages(pg: Any, c: Collective) -> Issued:
+    """TABLE-4."""
+    backend = coalescing_backend(pg)
+    if backend is None:
+        return _Works(_issue_messages(pg, c)), None
+    backend._start_coalescing()
+    try:
+        _issue_messages(backend, c)
+    finally:
+        work = backend._end_coalescing()
+    return work, None
+
+
+def single_messages(c: Collective) -> list[Collective]:
+    """The sends of several messages, and then their receives; `c` itself if it is one message."""
+    if c.call != "messages":
+        return [c]
+    found = []
+    for index, (peer, tag) in enumerate(c.messages):
+        is_sent = index >= len(c.outputs)
+        tensors = (c.inputs[index - len(c.outputs)],) if is_sent else (c.outputs[index],)
+        call, outputs, inputs = ("send", (), tensors) if is_sent else ("recv", tensors, ())
+        found.append(Collective(call, outputs, inputs, peer=peer, tag=tag, timeout_s=c.timeout_s))
+    return found[len(c.outputs) :] + found[: len(c.outputs)]
+
+
+def _issue_messages(pg: Any, c: Collective) -> list[Any]:
+    return [TABLE[message.call].issue(pg, message)[0] for message in single_messages(c)]
+
+
+class _Works:
+    """Several works of torch as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: timedelta) -> None:
+        for work in self._works:
+            work.wait(*timeout)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Any:
+        """Raises RuntimeError: Gloo's messages have no future."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
 class _Barrier:
     """A work whose `wait` performs torch's monitored barrier, which blocks and returns no work."""
 
@@ -275,6 +331,7 @@ TABLE = {
     "broadcast": Kind(_broadcast, is_basic=True, is_in_place=True),
     "exchange_sum": Kind(lambda pg, c: (Exchange(pg, c), None), _by_sum, reduces=True),
     "gather": Kind(_gather, _by_all_gather),
+    "messages": Kind(_messages, is_basic=True, is_message=True),
     "monitored_barrier": Kind(lambda pg, c: (_Barrier(pg, c), None), grace_s=5.0),
     "recv": Kind(_recv, is_basic=True, is_message=True),
     "recv_anysource": Kind(_recv_anysource, is_message=True),

@@ -288,7 +288,7 @@ class CommProcess:
     def _encoded(self, group: str, c: Collective, timeout: float | None, staged_tensors: Sequence[Any]) -> bytes:
         """The message of a collective, from a cache: calls recur, because blocks are reused."""
         described = [staged_tensor.described for staged_tensor in staged_tensors]
-        key = (group, c.call, c.op, c.peer, c.tag, timeout, c.wait_all_ranks, len(c.outputs), *described)
+        key = (group, c.call, c.op, c.peer, c.tag, timeout, c.wait_all_ranks, c.messages, len(c.outputs), *described)
         body = self._bodies.get(key)
         if body is None:
             if len(self._bodies) >= _MAX_BODIES:

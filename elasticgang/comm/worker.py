@@ -69,20 +69,26 @@ _OPERATIONS: dict[str, ReduceOperation | BitwiseOperation] = {
 
 def encoded(group: str, c: Collective, timeout: float | None, described: Sequence[object]) -> list[object]:
     """A collective as JSON. `described`: its outputs, then its inputs; the tensors of an in-place collective once."""
-    return [group, c.call, c.op.name, c.peer, c.tag, timeout, c.wait_all_ranks, len(c.outputs), described]
+    return [group, c.call, c.op.name, c.peer, c.tag, timeout, c.wait_all_ranks, c.messages, len(c.outputs), described]
 
 
 def decoded(body: Sequence[Any], tensor: Callable[..., Tensor]) -> tuple[str, Collective]:
-    """The inverse of `encoded`, but for the tag: the group, and the collective. `tensor` makes a tensor of each
+    """The inverse of `encoded`, but for the tags: the group, and the collective. `tensor` makes a tensor of each
     description."""
-    group, call, op, peer, tag, timeout, wait_all_ranks, num_outputs, described = body
+    group, call, op, peer, tag, timeout, wait_all_ranks, given, num_outputs, described = body
     tensors = [tensor(*each) for each in described]
     kind = TABLE[call]
     if not kind.reduces:  # as bytes, because Gloo supports few dtypes
         tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
     outputs, inputs = tuple(tensors[:num_outputs]), tuple(tensors[0 if kind.is_in_place else num_outputs :])
-    tag = _MAX_TAG - tag if tag >= 0 else tag  # WORKER-6
-    return group, Collective(call, outputs, inputs, _OPERATIONS[op], peer, tag, timeout, wait_all_ranks)
+    messages = tuple((partner, _sent_tag(tag)) for partner, tag in given)
+    operation, tag = _OPERATIONS[op], _sent_tag(tag)
+    return group, Collective(call, outputs, inputs, operation, peer, tag, timeout, wait_all_ranks, messages)
+
+
+def _sent_tag(tag: int) -> int:
+    """WORKER-6."""
+    return _MAX_TAG - tag if tag >= 0 else tag
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:

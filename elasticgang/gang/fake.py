@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation, check_ranks
 from elasticgang.collectives.dtypes import WIDENED
-from elasticgang.collectives.table import compose
+from elasticgang.collectives.table import TABLE, compose, single_messages
 from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import torch_registry
@@ -124,14 +124,18 @@ class FakeGang(CheckedGang):
     def _start(self, collective: Collective) -> Work:
         self._check_allowed(collective.call)
         with torch.no_grad():
-            if collective.call == "send":
-                key = (collective.peer, collective.tag)
-                self._sent[key].append(collective.inputs[0].clone())
-            elif collective.call in ("recv", "recv_anysource"):
-                self._receive(collective)
+            if TABLE[collective.call].is_message:
+                for message in single_messages(collective):
+                    self._exchange(message)
             else:
                 simulate(collective, self._rank, self._size)
         return Work()
+
+    def _exchange(self, message: Collective) -> None:
+        if message.call == "send":
+            self._sent[message.peer, message.tag].append(message.inputs[0].clone())
+        else:
+            self._receive(message)
 
     def _receive(self, collective: Collective) -> None:
         """Receive what this rank has sent to the peer, because every rank does the same. From any source, it receives

@@ -8,7 +8,8 @@ TORCHGROUP-2  Every call of `rank()` and `size()`, from C++ too, reads the gang'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ from elasticgang.comm import torch_backend
 from elasticgang.errors import StepAborted
 from elasticgang.gang import compiled
 from elasticgang.gang.base import CheckedGang, Gang
+from elasticgang.gang.message_batch import SINGLE, MessageBatch
 
 torch_backend.register()  # torch finds a group's devices by its backend's name
 
@@ -39,6 +41,7 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
         super().__init__(gang.rank, gang.size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._gang = gang
         self._timeout_s: float | None = None  # None: the gang's
+        self._batch: MessageBatch | None = None
 
     @property
     def gang(self) -> Gang:
@@ -67,6 +70,17 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives of this group without one of their own."""
         self._timeout_s = torch_arguments.seconds(timeout)
+
+    @contextlib.contextmanager
+    def batched_messages(self) -> Iterator[Callable[[], None]]:
+        """Within it, sends and receives are collected. The function that it gives starts them all at once, as the end
+        of the context does, every other collective, and a wait for one of them (MESSAGES-1). For one thread."""
+        batch = self._batch = MessageBatch(self._gang)
+        try:
+            yield batch.start
+            batch.start()
+        finally:
+            self._batch = None
 
     def split_group(
         self,
@@ -107,6 +121,10 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
     def _submit(self, call: Call) -> TorchWork:
         """TORCHGROUP-1."""
         call = torch_calls.with_default_timeout(call, self._timeout_s)
+        if self._batch is not None:
+            if all(part.call in SINGLE for part in call.parts):
+                return self._batch.add(call)
+            self._batch.start()
         if not call.is_barrier or self._gang.device.type == "cpu":
             return TorchWork([self._gang.start(part) for part in call.parts], call)
         call = torch_calls.barrier_on(call, self._gang.device)

@@ -5,18 +5,23 @@ PIPELINE-1  Nothing of a step outlives it: each step has a new stage and a new s
 PIPELINE-2  The losses are sums, and no gradient is scaled: `Optimizer.step(weight=)` divides them.
 PIPELINE-3  With `keep`, the gradient of each slot is taken from the parameters before the next slot's backward. Stages
     finish a slot at different times (KEEP-4).
+PIPELINE-4  The messages that a stage sends and receives between two computations start together (MESSAGES-1). Otherwise
+    two neighbours that both send before they receive would wait for each other, on a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from elasticgang.errors import NotSupportedError
+from elasticgang.gang.torch_process_group import GangProcessGroup
 from elasticgang.member.manager import QuorumManager
 from elasticgang.train.data import Slots, mixed, seed_generators
 from elasticgang.train.data_loader import LoadedSlots
@@ -67,44 +72,64 @@ class PipelineParallel(ShardedDataParallel):
 
         torch's random generators are seeded before each slot's forward, differently on each stage.
         """
-        from torch.distributed import pipelining  # it takes a second to import
-
         self._manager.step.check()
         found: list[Tensor] = []
         if len(slots):
-            pp = self._manager.gangs.pp
-            kind: Any = pipelining.Schedule1F1B if len(slots) >= pp.size else pipelining.ScheduleGPipe
-            stage: Any = pipelining.PipelineStage(  # PIPELINE-1
-                self.module,
-                pp.rank,
-                pp.size,
-                pp.device,
-                input_args=self._inputs,
-                output_args=self._outputs,
-                group=pp.as_process_group(),
-            )
-            numbers = slots.slots if isinstance(slots, LoadedSlots) else slots
-            if self._of_slots is not None:
-                self._of_slots.begin()
-                stage.backward_one_chunk = self._of_each_slot(stage.backward_one_chunk, numbers)
-            schedule = kind(stage, len(slots), loss_fn=self._loss_sum, scale_grads=False)  # PIPELINE-2
-            seeds = iter([slot.seed for slot in numbers])
-
-            def seed_forward(*_: Any) -> None:
-                seed_generators(mixed(next(seeds), pp.rank))
-
-            hook = self.module.register_forward_pre_hook(seed_forward)
-            try:
-                arguments = [inputs] if pp.rank == 0 else []
-                last = {"target": targets, "losses": found} if pp.rank == pp.size - 1 else {}
-                schedule.step(*arguments, **last, return_outputs=False)
-            finally:
-                hook.remove()
-                self._manager.step.slot = None
+            with _batched(self._manager.gangs.pp.as_process_group()) as start_messages:
+                self._run_schedule(slots, inputs, targets, found, start_messages)
         self._manager.step.check()
         if not len(slots):
             self._manager.step.contribute()
         return [loss.detach() for loss in found]
+
+    def _run_schedule(
+        self,
+        slots: Slots | LoadedSlots,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        found: list[Tensor],
+        start_messages: Callable[[], None],
+    ) -> None:
+        """`found`: the losses, on the last stage. `start_messages`: call it before each computation (PIPELINE-4)."""
+        from torch.distributed import pipelining  # it takes a second to import
+
+        pp = self._manager.gangs.pp
+        kind: Any = pipelining.Schedule1F1B if len(slots) >= pp.size else pipelining.ScheduleGPipe
+        stage: Any = pipelining.PipelineStage(  # PIPELINE-1
+            self.module,
+            pp.rank,
+            pp.size,
+            pp.device,
+            input_args=self._inputs,
+            output_args=self._outputs,
+            group=pp.as_process_group(),
+        )
+        numbers = slots.slots if isinstance(slots, LoadedSlots) else slots
+        backward = stage.backward_one_chunk
+        if self._of_slots is not None:
+            self._of_slots.begin()
+            backward = self._of_each_slot(backward, numbers)
+
+        def backward_one_chunk(*args: Any, **kwargs: Any) -> None:
+            start_messages()
+            backward(*args, **kwargs)
+
+        stage.backward_one_chunk = backward_one_chunk
+        schedule = kind(stage, len(slots), loss_fn=self._loss_sum, scale_grads=False)  # PIPELINE-2
+        seeds = iter([slot.seed for slot in numbers])
+
+        def before_forward(*_: Any) -> None:
+            start_messages()
+            seed_generators(mixed(next(seeds), pp.rank))
+
+        hook = self.module.register_forward_pre_hook(before_forward)
+        try:
+            arguments = [inputs] if pp.rank == 0 else []
+            last = {"target": targets, "losses": found} if pp.rank == pp.size - 1 else {}
+            schedule.step(*arguments, **last, return_outputs=False)
+        finally:
+            hook.remove()
+            self._manager.step.slot = None
 
     def _of_each_slot(self, backward: Callable[..., None], slots: Slots) -> Callable[..., None]:
         """`backward` of a stage, of which each call is a slot of its own (PIPELINE-3). It raises StepAborted before the
@@ -121,6 +146,10 @@ class PipelineParallel(ShardedDataParallel):
             step.end_slot()
 
         return backward_one_slot
+
+
+def _batched(pg: dist.ProcessGroup) -> AbstractContextManager[Callable[[], None]]:
+    return pg.batched_messages() if isinstance(pg, GangProcessGroup) else nullcontext(lambda: None)
 
 
 def _like_meta(tensor: Tensor) -> Tensor:

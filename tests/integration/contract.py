@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
+from elasticgang.collectives.collective import Collective
 from elasticgang.gang import Gang, ReduceOperation, all_sum, broadcast_flag
 
 SUM, MEAN = ReduceOperation.SUM, ReduceOperation.MEAN
@@ -222,6 +223,12 @@ def one_to_another(gang: Gang) -> None:
     if rank == 1:
         gang.recv(tensor := torch.empty(2), 0, tag=3)
         assert tensor.tolist() == [7, 7]
+    if rank < 2:  # both send first
+        got, sent = torch.empty(2), torch.full((3,), rank, dtype=torch.int16)
+        if rank == 1:
+            got, sent = torch.empty(3, dtype=torch.int16), _filled(7, 2)
+        assert gang.start(Collective("messages", (got,), (sent,), messages=((1 - rank, 5), (1 - rank, 5)))).wait()
+        assert got.tolist() == ([7, 7] if rank == 0 else [0, 0, 0])
     objects: list[object] = [{"rank": rank}]
     gang.broadcast_objects(objects, 1)
     assert objects == [{"rank": 1}]

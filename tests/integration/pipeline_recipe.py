@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import elasticgang as eg
+from elasticgang.gang import ElasticGang
 
 WIDTH, NUM_SAMPLES, BATCH_SIZE, STEPS = 6, 24, 4, 5
 NUM_SPLITS = 8
@@ -69,6 +70,10 @@ def make_loader(manager: eg.QuorumManager, kind: str, slot: int) -> Any:
     return eg.DataLoader(TensorDataset(*data()), batches, num_workers=1)
 
 
+def num_of(gang: eg.Gang) -> int:
+    return gang.num_started if isinstance(gang, ElasticGang) else 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pp", type=int, default=1)
@@ -96,13 +101,16 @@ def main() -> None:
 
     state = manager.build(build)
     losses: dict[int, float] = {}
+    num_started = 0  # by the pipeline, in the last step
     for step in manager.steps(STEPS):
         with step:
             slots = loader.slots(step)
             if args.pp > 1:
                 batches = slots.load()
                 parts = map(torch.cat, zip(*batches, strict=True)) if batches else (None, None)
+                num_before = num_of(manager.gangs.pp)
                 found = state.model.run(slots, *parts)
+                num_started = num_of(manager.gangs.pp) - num_before
             else:
                 found = []
                 for slot, (inputs, targets) in slots:
@@ -122,7 +130,8 @@ def main() -> None:
                 losses[step.index] = state.optim.sums["loss"]
     whole = [value.detach().flatten().tolist() for value in state.model.module.parameters()]
     with args.output.open("a") as file:
-        file.write(json.dumps({"stage": manager.gangs.pp.rank, "losses": losses, "parameters": whole}) + "\n")
+        told = {"stage": manager.gangs.pp.rank, "losses": losses, "parameters": whole, "num_started": num_started}
+        file.write(json.dumps(told) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed import ReduceOp
 
+from elasticgang.collectives.collective import Collective
 from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedNCCL, SwallowingProcessGroup, device_work
 from elasticgang.errors import GangError, NotSupportedError
 from tests.integration.conftest import Rings
@@ -50,6 +52,20 @@ def gloo(store: str) -> Iterator[Ring]:
 @pytest.fixture
 def pair(rings: Rings) -> Ring:
     return rings(2, make=lambda: IsolatedFake(30.0))
+
+
+# TABLE-4
+def test_two_ranks_that_both_send_first_do_not_wait_for_each_other(pair: Ring) -> None:
+    """A stream of the comm process performs one collective after another."""
+    into = [torch.empty(1 << 18) for _ in range(2)]
+
+    def exchange(rank: int) -> bool:
+        whom = ((1 - rank, 0), (1 - rank, 0))
+        sent = torch.full_like(into[rank], rank)
+        return bool(pair[rank].start(Collective("messages", (into[rank],), (sent,), messages=whom)).wait())
+
+    assert pair.each(exchange) == [True, True]
+    assert [(tensor == 1 - rank).all().item() for rank, tensor in enumerate(into)] == [True, True]
 
 
 def new(seed: int | None, *shape: int) -> Tensor:
@@ -235,8 +251,11 @@ def test_a_collective_begins_after_its_callers_stream(pair: Ring) -> None:
 # NCCLWORKER-3
 def test_a_closed_group_leaves_no_memory_behind(pair: Ring) -> None:
     def num_held(rank: int) -> int:
-        files = Path(f"/proc/{pair[rank].comm_process.pid}/fd").iterdir()
-        return sum(GROUP_MEMORY in os.readlink(file) for file in files)
+        found = 0
+        for file in Path(f"/proc/{pair[rank].comm_process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it is closed at this moment
+                found += GROUP_MEMORY in os.readlink(file)
+        return found
 
     pids = pair.each(lambda rank: int(pair[rank].comm_process.pid))
     for _ in range(3):

@@ -50,6 +50,14 @@ def test_a_pipeline_trains_as_one_rank_does(slot: int, tmp_path: Path) -> None:
     check(ranks, alone["losses"], alone["parameters"])
 
 
+# PIPELINE-4
+def test_messages_between_two_computations_start_together(tmp_path: Path) -> None:
+    """Each stage sends and receives eight messages in a step, besides what torch exchanges before it."""
+    ranks = run(tmp_path / "ranks", 2, 1)
+    assert sorted(rank["stage"] for rank in ranks) == [0, 1]
+    assert all(0 < rank["num_started"] < 8 for rank in ranks)
+
+
 # PIPELINE-1
 def test_random_numbers_of_a_slot_do_not_depend_on_the_number_of_pipelines(tmp_path: Path) -> None:
     """The second replica group heals in the first step, and has half of the slots from the second one on."""

@@ -36,10 +36,11 @@ def example(call: str) -> Collective:
         "send": ((), one),
         "recv": (one, ()),
         "recv_anysource": ((one, torch.zeros(1, dtype=torch.int64)), ()),
+        "messages": ((one,), (torch.ones(3, dtype=torch.int16),)),
         "monitored_barrier": ((), ()),
     }
     outputs, inputs = ((each,) if isinstance(each, Tensor) else each for each in sizes[call.removesuffix("_single")])
-    return Collective(call, outputs, inputs)
+    return Collective(call, outputs, inputs, messages=((0, 5), (2, 6)) if call == "messages" else ())
 
 
 @pytest.mark.parametrize("call", list(TABLE))
@@ -63,6 +64,9 @@ class Recorder:
         return SIZE
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_pg":
+            raise AttributeError(name)  # it wraps no other group
+
         def call(*arguments: object, **options: object) -> Recorder:
             self.calls.append(name)
             return self
@@ -70,7 +74,7 @@ class Recorder:
         return call
 
 
-@pytest.mark.parametrize("call", sorted(set(TABLE) - {"monitored_barrier", "exchange_sum"}))
+@pytest.mark.parametrize("call", sorted(set(TABLE) - {"monitored_barrier", "exchange_sum", "messages"}))
 def test_issue_makes_one_call_and_waits_for_nothing(call: str) -> None:
     """TABLE-1."""
     pg = Recorder()
@@ -112,3 +116,42 @@ def test_a_sum_of_flags_is_their_or() -> None:
     for tensor in (flags, numbers):
         TABLE["all_reduce"].issue(pg, Collective("all_reduce", (tensor,), (tensor,), ReduceOperation.SUM))
     assert pg.calls == ["MAX", "another"]
+
+
+def in_groups(pg: Any) -> list[str]:
+    """The calls of a group for several messages."""
+    TABLE["messages"].issue(pg, example("messages"))
+    return list(pg.calls)
+
+
+# TABLE-4
+def test_several_messages_are_one_group_of_a_backend_that_has_groups() -> None:
+    class Coalescing(Recorder):
+        supports_coalescing = True
+
+        def _get_backend(self, device: torch.device) -> Coalescing:
+            return self
+
+    class Other(Recorder):
+        def _get_backend(self, device: torch.device) -> Any:
+            raise RuntimeError("No backend type associated with device type cuda")
+
+    assert in_groups(Coalescing()) == ["_start_coalescing", "send", "recv", "_end_coalescing"]
+    assert in_groups(Other()) == ["send", "recv"]
+
+
+# TABLE-4
+def test_a_group_of_messages_is_ended_when_one_is_refused() -> None:
+    class Refusing(Recorder):
+        supports_coalescing = True
+
+        def _get_backend(self, device: torch.device) -> Refusing:
+            return self
+
+        def recv(self, *arguments: object) -> None:
+            raise ValueError("no such rank")
+
+    pg = Refusing()
+    with pytest.raises(ValueError, match="no such rank"):
+        TABLE["messages"].issue(pg, example("messages"))
+    assert pg.calls == ["_start_coalescing", "send", "_end_coalescing"]
