@@ -43,7 +43,11 @@ class Identity:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise WireError(f"the role must be one of {', '.join(ROLES)}, but is {self.role!r}")
-        if not 0 < len(self.job.encode()) <= _MAX_JOB_BYTES:
+        try:
+            num_bytes = len(self.job.encode())
+        except UnicodeEncodeError as exc:  # JSON may name a half of a surrogate pair
+            raise WireError("a job's name must be Unicode text without surrogates") from exc
+        if not 0 < num_bytes <= _MAX_JOB_BYTES:
             raise WireError(f"a job's name must have 1 to {_MAX_JOB_BYTES} bytes")
 
 

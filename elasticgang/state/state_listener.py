@@ -111,5 +111,6 @@ class StateListener:
                 if self._forget(sock) and not self._closed.is_set():
                     self.incidents.note(host, str(exc))
                 return
-            self._forget(sock)
+            finally:  # STATELISTEN-1, whatever the error
+                self._forget(sock)
             self._serve_channel(channel)

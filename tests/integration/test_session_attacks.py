@@ -38,6 +38,8 @@ from tests.integration.echo_sessions import (
     shake_by_hand,
 )
 
+NOT_UNICODE = ClientHandshake(IDENTITY, b"", b"n" * 32).hello().replace(b'"job":"job"', rb'"job":"\ud800"')
+
 
 def test_an_honest_client_is_served() -> None:
     async def test(echo: Echo) -> None:
@@ -75,6 +77,7 @@ def test_a_connection_that_breaks_while_much_is_sent_fills_no_log(caplog: pytest
         (b"GET / HTTP/1.1\r\n\r\n", ["1195725856 bytes", "1024"]),
         (struct.pack("!I", 2 << 30), ["2147483648 bytes", "1024"]),
         (body_frame(os.urandom(300)), ["hello"]),
+        (body_frame(NOT_UNICODE), ["Unicode"]),
         (body_frame(ClientHandshake(IDENTITY, b"", b"n" * 32).hello()) + body_frame(b"x" * 32), ["the secret"]),
         (body_frame(ClientHandshake(Identity("job", RANK, 8), b"", b"n" * 32).hello()), ["role rank"]),
     ],

@@ -46,6 +46,7 @@ from tests.support import wait_until
 
 WRONG = Credentials(Secret(b"another secret of it"))
 HELLO = Identity(JOB, RANK, PROTOCOL)
+NOT_UNICODE = ClientHandshake(HELLO, b"", b"n" * 32).hello().replace(f'"job":"{JOB}"'.encode(), rb'"job":"\ud800"')
 
 
 class Source:
@@ -223,6 +224,7 @@ def test_without_tls_a_secret_has_digests_that_nobody_can_match(tmp_path: Path) 
         (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes is over the limit of 1024"),
         (struct.pack("!I", 2 << 30), "a frame of 2147483648 bytes is over the limit of 1024"),
         (body_frame(os.urandom(300)), "the first frame is not a hello"),
+        (body_frame(NOT_UNICODE), "a job's name must be Unicode text"),
         (body_frame(ClientHandshake(HELLO, b"", b"n" * 32).hello()) + body_frame(b"x" * 32), "not hold the secret"),
         (b"\x16\x03\x01\x02\x00" + b"x" * 512, "a healer speaks TLS, and this end does not"),
     ],
@@ -234,6 +236,18 @@ def test_what_is_not_from_a_rank_is_cut_off_and_logged_once(
         ended(source.raw(sent))
     assert complaint in logged(caplog, 20, source)
     assert source.num_served == 0
+    assert is_served(source)
+
+
+# STATELISTEN-1
+def test_a_connection_whose_authentication_fails_does_not_stay_pending(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with monkeypatch.context() as failing:
+        failing.setattr(Authenticator, "accept", lambda *_: 1 // 0)
+        assert ended(source.raw(b"")) == b""
+    assert source.listener.num_pending == 0
     assert is_served(source)
 
 

@@ -220,6 +220,7 @@ def test_a_coordinator_without_the_secret_is_refused() -> None:
         b'{"wire":2,"protocol":-1,"job":"j","role":"agent","nonce":"' + b"00" * 32 + b'"}',
         b'{"wire":2,"protocol":8,"job":["j"],"role":"agent","nonce":"' + b"00" * 32 + b'"}',
         b'{"wire":2,"protocol":8,"job":"","role":"agent","nonce":"' + b"00" * 32 + b'"}',
+        b'{"wire":2,"protocol":8,"job":"\\ud800","role":"agent","nonce":"' + b"00" * 32 + b'"}',
         b'{"wire":2,"protocol":8,"job":"j","role":"root","nonce":"' + b"00" * 32 + b'"}',
         pickle.dumps({"wire": 2}),
     ],
