@@ -314,7 +314,7 @@ class _Server:
             accepted = socket.socket(fileno=fds[0])
             self._clients[accepted.fileno()] = accepted
             self._poll.register(accepted.fileno(), select.POLLIN)
-            client.send(b"{}")
+            _reply(client, {})
             return None
         try:
             return self._start(client, request, fds)
@@ -336,7 +336,7 @@ class _Server:
         except OSError as exc:
             for sock in pair:
                 sock.close()
-            client.send(json.dumps({"error": str(exc)}).encode())
+            _reply(client, {"error": str(exc)})
             return None
         if middle == 0:
             pid = _fork_and_report(theirs, request["group"])
@@ -351,8 +351,7 @@ class _Server:
         data, pidfds, _, _ = socket.recv_fds(ours, 64, 1)
         ours.close()
         reply: dict[str, Any] = json.loads(data) if data else {"error": "the intermediate process died"}
-        with contextlib.suppress(OSError):  # the client may have died; the started process notices that by itself
-            socket.send_fds(client, [json.dumps(reply).encode()], pidfds)
+        _reply(client, reply, pidfds)
         if pidfds:
             self._started[pidfds[0]] = request["group"] or reply["pid"]
             self._poll.register(pidfds[0], select.POLLIN)
@@ -368,6 +367,11 @@ class _Server:
         for group in set(self._started.values()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
+
+
+def _reply(client: socket.socket, reply: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    with contextlib.suppress(OSError):  # the client may have died; a started process notices that by itself
+        socket.send_fds(client, [json.dumps(reply).encode()], fds)
 
 
 def _fork_and_report(report: socket.socket, group: int) -> int:

@@ -6,8 +6,10 @@ import contextlib
 import json
 import mmap
 import os
+import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -244,6 +246,26 @@ def test_a_second_connection_works_by_itself(quick: ForkServer) -> None:
     second = ForkServerClient(quick.connect())
     assert description(second)["parent"] == os.getpid()
     second.close()
+    assert description(quick)["parent"] == os.getpid()
+
+
+@pytest.mark.parametrize("asks_for", ["a process", "a connection"])
+def test_a_request_of_a_client_that_is_dead_does_not_end_the_server(quick: ForkServer, asks_for: str) -> None:
+    pid, (soft, hard) = quick.process.pid, resource.getrlimit(resource.RLIMIT_NOFILE)
+    client = quick.connect()
+    os.kill(pid, signal.SIGSTOP)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with client, ours, theirs:
+        if asks_for == "a connection":
+            socket.send_fds(client, [b'{"connect": true}'], [theirs.fileno()])
+        else:
+            client.send(json.dumps({"target": f"{CHILDREN}:sleep", "args": {}, "group": 0}).encode())
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))  # the answer is an error
+    os.kill(pid, signal.SIGCONT)
+    for _ in range(2):  # after the second, whichever client was first in the first turn
+        with contextlib.suppress(OperationalError):
+            end(quick.spawn(f"{CHILDREN}:echo", {"out": "", "err": "", "code": 0}))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
     assert description(quick)["parent"] == os.getpid()
 
 
