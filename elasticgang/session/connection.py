@@ -15,7 +15,7 @@ CONN-TURN      What came on one connection is handled for `TURN_S` at a time. Un
                from it, and every other connection has its turns.
 CONN-LINGER    Who closes a connection goes on reading, and drops what it reads, until the peer has closed its end too,
                for `LINGER_S` at most. Otherwise what the peer sends meanwhile resets the connection, and asyncio,
-               which then stops reading there, loses the last messages.
+               which then stops reading there, loses the last messages. What the peer has not read by then is dropped.
 CONN-TLS       With TLS, nothing is sent or accepted before the TLS handshake is complete, within the same deadline.
 """
 
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
             self.abort(f"it leaves more than {MAX_UNSENT_BYTES} bytes unread")
 
     def close(self) -> None:
-        """Close the connection once all queued bytes are sent (CONN-LINGER)."""
+        """Close the connection once the peer has read all queued bytes, after `LINGER_S` at most (CONN-LINGER)."""
         if self._transport is None or self._is_closing:
             return
         self._is_closing = True
@@ -141,7 +141,9 @@ class Connection(asyncio.Protocol):
             self._transport.close()
             return
         self._cancel_deadline()
-        self._deadline = asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
+        self._deadline = asyncio.get_running_loop().call_later(
+            LINGER_S, self._transport.abort
+        )  # `close` would wait for the peer
 
     def abort(self, reason: str) -> None:
         """Close the connection at once. Queued bytes are dropped; the owner gets `reason`."""

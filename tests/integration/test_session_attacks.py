@@ -454,6 +454,26 @@ def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
     serve(test)
 
 
+# CONN-LINGER
+def test_a_closed_session_whose_peer_reads_nothing_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.1)
+
+    async def test(echo: Echo) -> None:
+        _, writer, _ = await shake_by_hand(echo)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        (session,) = echo.sessions
+        transport = session.transport
+        assert transport is not None
+        while transport.get_write_buffer_size() == 0:
+            session.send(b"x" * 100_000)
+        session.close()
+        assert await echo.reasons.get() == ""
+        assert transport.get_write_buffer_size() == 0
+        writer.close()
+
+    serve(test)
+
+
 def await_reason(echo: Echo) -> str:
     """The last one that is not an honest client's end."""
     reasons = [echo.reasons.get_nowait() for _ in range(echo.reasons.qsize())]
