@@ -6,6 +6,7 @@ CLIENT-RETRY   An attempt to connect ends after `CONNECT_S`, and the next one be
                doubles up to `MAX_RETRY_S`: agents that failed together do not come back together. The client never
                gives up: its owner decides how long to wait for the coordinator.
 CLIENT-REFUSED Only a refused connection counts as refused. A connection that times out does not.
+CLIENT-STOP    A client that is stopped opens no session, and closes the connection that is made meanwhile.
 """
 
 from __future__ import annotations
@@ -184,6 +185,8 @@ class AgentClient:
             began_s = time.monotonic()
             try:
                 await asyncio.wait_for(connect(self._connect, self._host, self._port), CONNECT_S)
+                if self._is_stopped:  # CLIENT-STOP: before Python 3.12 `wait_for` drops a cancellation that comes now
+                    return
                 self._count_failure()  # until it is welcomed
                 self.has_connected = True
                 await self._lost.wait()

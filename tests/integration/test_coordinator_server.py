@@ -23,6 +23,7 @@ from elasticgang.protocol.coordinator_messages import (
     PeerMessage,
 )
 from elasticgang.protocol.record import Undecided
+from elasticgang.session import agent_client
 from elasticgang.session import connection as connections
 from elasticgang.session.agent_client import RETRY_S, pause_s
 from elasticgang.session.connection import ServerConnection
@@ -32,6 +33,7 @@ from elasticgang.session.secret import Secret
 from tests.chaos.attacked import Session
 from tests.integration import led_jobs
 from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Agent, Job, found, play
+from tests.support import PROMPT_S
 
 
 def test_a_change_reaches_every_agent() -> None:
@@ -188,6 +190,24 @@ def test_nothing_of_a_server_runs_once_it_has_stopped() -> None:
                 await asyncio.sleep(0.01)
             await job.stop()
             assert probes() == []
+
+    play(test, Job())
+
+
+# CLIENT-STOP
+def test_a_client_that_is_stopped_while_its_connection_is_made_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(job: Job) -> None:
+        is_made = asyncio.Event()
+
+        async def noticed(*args: Any) -> None:
+            await connections.connect(*args)
+            is_made.set()
+
+        monkeypatch.setattr(agent_client, "connect", noticed)
+        agent = Agent("a", job.port).start()
+        await is_made.wait()
+        await asyncio.wait_for(agent.client.stop(), PROMPT_S)
+        assert not agent.hosts
 
     play(test, Job())
 
