@@ -6,6 +6,8 @@ LOADER-3  Another layout loads a plain tensor only if all seats along the axes t
     does another pipeline load a tensor that two stages have, and what MERGE-1 says.
 LOADER-4  A checkpoint without any extra state of modules, as versions before REGISTERED-4 wrote it, is loaded all the
     same: the modules keep theirs.
+LOADER-5  What an optimizer keeps of a sharded parameter is sharded if it has the parameter's shape. Of a parameter with
+    one element that may be a plain tensor too, such as a count: it is sharded if both were saved in the same placement.
 """
 
 from __future__ import annotations
@@ -178,9 +180,7 @@ class _Optimizer:
         self._check(has_all=has_all)
         saved = self._saved
         state = {
-            number: self._read(saved.state[key], self._parameters[number])
-            for number, key in enumerate(self._keys)
-            if key in saved.state
+            number: self._read(saved.state[key], number) for number, key in enumerate(self._keys) if key in saved.state
         }
         state |= {key: self._read(saved.state[key]) for key in saved.state if key not in saved.settings}
         rest = {key: self._read(saved.rest[key]) for key in saved.rest}
@@ -210,22 +210,31 @@ class _Optimizer:
         own = {name: live[name] for name in PER_PARAMETER if name in live}
         return {**live, **{name: self._read(value) for spec in settings[:1] for name, value in spec.items()}, **own}
 
-    def _read(self, spec: Any, parameter: Tensor | None = None) -> Any:
-        """`parameter`: a tensor of its shape is read as it is, if it is sharded."""
-        return self._read_entries(unflatten(spec, _Entries(self._reader)), parameter)  # type: ignore[arg-type]
+    def _read(self, spec: Any, number: int | None = None) -> Any:
+        """`number`: of the parameter that it is kept of (LOADER-5)."""
+        return self._read_entries(unflatten(spec, _Entries(self._reader)), number)  # type: ignore[arg-type]
 
-    def _read_entries(self, tree: Any, parameter: Tensor | None) -> Any:
+    def _read_entries(self, tree: Any, number: int | None) -> Any:
         if isinstance(tree, TensorEntry):
             start, shape = (0,) * len(tree.shape), tree.shape
-            if isinstance(parameter, DTensor) and tuple(parameter.shape) == shape and math.prod(shape) > 1:
-                here = place("", parameter, self._seated)
+            if number is not None and self._is_sharded(tree, number):
+                here = place("", self._parameters[number], self._seated)
                 start, shape = here.start, here.shape
             return self._reader.read(tree, start, shape)
         if isinstance(tree, dict):
-            return {key: self._read_entries(value, parameter) for key, value in tree.items()}
+            return {key: self._read_entries(value, number) for key, value in tree.items()}
         if isinstance(tree, list | tuple):
-            return type(tree)(self._read_entries(item, parameter) for item in tree)
+            return type(tree)(self._read_entries(item, number) for item in tree)
         return tree
+
+    def _is_sharded(self, entry: TensorEntry, number: int) -> bool:
+        """LOADER-5"""
+        parameter, name = self._parameters[number], self._names[number]
+        if not isinstance(parameter, DTensor) or tuple(parameter.shape) != entry.shape or not entry.shape:
+            return False
+        if math.prod(entry.shape) != 1 or not isinstance(name, str):
+            return True
+        return entry.placement == self._reader.entry(place(name, parameter, self._seated).name).placement
 
 
 class _Entries:

@@ -169,6 +169,48 @@ def test_any_division_loads_what_another_has_saved(
         assert read["small"]["others"] == {"counter": {"steps": 1}}
 
 
+def state_with_one_element(rank: int, tp: int, value: float) -> dict[str, Any]:
+    """The registered state of a rank whose parameter has one element. Its optimizer keeps an average in the placement
+    of the parameter, and, if the parameter is sharded, a count that is a plain tensor."""
+    one, keeps = torch.full((1,), value), {"count": torch.full((1,), value)} if tp > 1 else {}
+    if tp > 1:
+        one = distribute_tensor(one, mesh_of(rank, tp), [Shard(0)], src_data_rank=None)
+    return {
+        "parameters": {"model": {"one": one}},
+        "buffers": {"model": {}},
+        "optimizers": {
+            "optim": {"state": {0: {"exp_avg": one.clone(), **keeps}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        },
+        "others": {},
+        "owned": {"optim": [one]},
+        "keys": {"model": {"one": "one"}},
+    }
+
+
+# LOADER-5
+@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_what_an_optimizer_keeps_of_one_element_is_sharded_as_it_was_saved(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    for rank in reversed(range(before)):
+        captured = capture(
+            state_with_one_element(rank, before, 3.0), Seated(eg.ParallelLayout(tp=before), (0, 0, rank)), 0, 1
+        )
+        assert captured is not None
+        commit = commit_of(10, [f"0-0-{each}" for each in range(before)], {"tp": before})
+        save_captured(tmp_path, captured, None if rank else commit)
+    (found,) = listing.scan(storage_at(tmp_path))
+    assert found.manifest is not None, found.problem
+    for rank in range(after):
+        state = state_with_one_element(rank, after, 0.0)
+        read, _ = read_state(found.folder, found.manifest, state, Seated(eg.ParallelLayout(tp=after), (0, 0, rank)))
+        (kept,) = read["large"]["optimizers"]["optim"]["state"].values()
+        assert read["large"]["parameters"]["model"]["one"].tolist() == ([] if rank else [3.0])
+        assert kept["exp_avg"].tolist() == ([] if rank else [3.0])
+        assert before == 1 or kept["count"].tolist() == [3.0]
+
+
 # PLACED-1
 def test_only_its_seat_loads_a_plain_tensor_of_a_divided_model(tmp_path: Path) -> None:
     save(tmp_path, 2, plain=True)
