@@ -95,6 +95,7 @@ class DurableCheckpoints:
         self._schedule, self._server, self._on_saved, self._on_saving = schedule, server, on_saved, on_saving
         self._writer: WriterProcess | None = None
         self._save: _Save | None = None
+        self._num_saving = 0.0  # ranks with a save under way, by the last vote
         self._last: str = ""  # the directory of the plan that was followed last
         self._loaded: Attempt | None = None
         self._failed: str = ""  # the directory of a plan that could not be followed
@@ -113,6 +114,7 @@ class DurableCheckpoints:
     def count(self, num_proposals: float, num_saving: float, generation: int) -> None:
         """A vote of `generation` has been counted: so many ranks proposed a save, and had one under way."""
         self._schedule.count(num_proposals, generation)
+        self._num_saving = num_saving
         if num_saving == 1:
             self._stop_waiting()
 
@@ -199,6 +201,7 @@ class DurableCheckpoints:
                 "record": record.digest,
                 "layout": layout_to_json(record.layout),
                 "keep": self.keep,
+                "is_alone": not self._num_saving,
             }
         try:
             if self._writer is not None and self._writer.is_dead:

@@ -9,10 +9,14 @@ WRITER-2  The committing writer waits up to `PARTS_TIMEOUT_S` for the others' sh
     checkpoint is.
 WRITER-3  The committing writer of a later save may delete a save that is still under way. A committing writer that
     finds files of its own checkpoint missing deletes the rest, so that no manifest is left without them.
+WRITER-4  The committing writer of a save that fails deletes what there is of it. If no rank had another save under way
+    when this one began, it also deletes the incomplete saves of earlier attempts: before that already if the disk is
+    full, and then it writes its share once more.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -20,7 +24,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,6 +42,7 @@ PARTS_TIMEOUT_S = 600.0
 _REPORT_S = 0.25
 _POLL_S = 0.05
 _NICE = 10
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -58,17 +63,38 @@ def save(
 ) -> Outcome:
     """Write the share of one save and, if this writer commits it, the manifest. `news`: waits for so many seconds for
     what the rank says of the save meanwhile. `wrote`: see `write_shard`."""
-    shard = Shard.from_json(request["shard"])
     try:
         storage = storage_at(request["root"])
-        folder = storage.folder(request["directory"])
-        folder.make()
+    except (NotSupportedError, OperationalError) as exc:
+        return Outcome(str(exc))
+    outcome = _save(storage, memory, request, news, wrote)
+    if outcome.problem and request["commit"] is not None:
+        _remove_incomplete(storage, request, has_failed=True)  # WRITER-4
+    return outcome
+
+
+def _save(
+    storage: Storage,
+    memory: int,
+    request: dict[str, Any],
+    news: Callable[[float], dict[str, Any]],
+    wrote: Callable[[int], None],
+) -> Outcome:
+    shard, folder = Shard.from_json(request["shard"]), storage.folder(request["directory"])
+    try:
         data = memoryview(b"")
         if shard.num_bytes:  # not closed here: the traceback of an error still refers to parts of it
             data = memoryview(mmap.mmap(memory, shard.num_bytes, prot=mmap.PROT_READ))
-        write_shard(folder, shard, data, wrote)
-        commit = request["commit"]
-        return Outcome() if commit is None else _commit(storage, folder, request, news)
+        try:
+            folder.make()
+            write_shard(folder, shard, data, wrote)
+        except OSError as exc:
+            is_full = exc.errno in _FULL and request["commit"] is not None
+            if not (is_full and _remove_incomplete(storage, request, has_failed=False)):  # WRITER-4
+                raise
+            folder.make()
+            write_shard(folder, shard, data)
+        return Outcome() if request["commit"] is None else _commit(storage, folder, request, news)
     except OSError as exc:
         return Outcome(f"{exc.filename or request['directory']}: {exc.strerror or exc}")
     except (NotSupportedError, OperationalError) as exc:
@@ -118,12 +144,32 @@ def _has_files(folder: Folder, manifest: Manifest) -> bool:
 
 def _remove_obsolete(storage: Storage, saved: str, keep: int) -> None:
     complete, incomplete = listing.names(storage)
-    for name in plan.obsolete(saved, complete, incomplete, keep):
+    _remove(storage, plan.obsolete(saved, complete, incomplete, keep))
+
+
+def _remove_incomplete(storage: Storage, request: dict[str, Any], *, has_failed: bool) -> bool:
+    """WRITER-4. Returns whether anything is deleted. `has_failed`: also the save of this request."""
+    own, commit = request["directory"], request["commit"]
+    try:
+        _, incomplete = listing.names(storage)
+    except OSError as exc:
+        _warn(f"could not look for incomplete saves in {storage.path}", exc)
+        return False
+    found = plan.obsolete(own, (), incomplete, commit["keep"]) if commit["is_alone"] else []
+    return _remove(storage, [*found, *([own] if has_failed and own in incomplete else [])])
+
+
+def _remove(storage: Storage, names: Sequence[str]) -> bool:
+    """Returns whether any is deleted."""
+    num_removed = 0
+    for name in names:
         old = storage.folder(name)
         try:
             old.remove()
+            num_removed += 1
         except OSError as exc:
             _warn(f"could not remove the old checkpoint {old.path}", exc)
+    return num_removed > 0
 
 
 def _warn(what: str, exc: OSError) -> None:

@@ -55,6 +55,7 @@ def commit_of(step: int, places: Sequence[str], layout: dict[str, int]) -> dict[
         "record": "digest",
         "layout": layout,
         "keep": 1,
+        "is_alone": True,
     }
 
 
@@ -71,7 +72,7 @@ def request_of(root: Path | str, step: int, shard: Shard, commit: dict[str, Any]
 def save(root: Path | str, step: int) -> str:
     problem = ""
     for request, data in requests(root, step):
-        problem = problem or _save(request, data)
+        problem = problem or save_share(request, data)
     return problem
 
 
@@ -79,10 +80,10 @@ def save_captured(root: Path, captured: Captured, commit: dict[str, Any] | None)
     """A share of step 10."""
     data = bytearray(captured.shard.num_bytes)
     assert captured.copy_to(memoryview(data), lambda: False)
-    assert _save(request_of(root, 10, captured.shard, commit), data) == ""
+    assert save_share(request_of(root, 10, captured.shard, commit), data) == ""
 
 
-def _save(request: dict[str, Any], data: bytes | bytearray) -> str:
+def save_share(request: dict[str, Any], data: bytes | bytearray) -> str:
     memory = os.memfd_create("share")
     os.write(memory, data)
     problem = writer.save(memory, request).problem

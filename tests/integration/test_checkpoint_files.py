@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import pty
@@ -10,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from elasticgang import progress
 from elasticgang.checkpoint import listing, writer
 from elasticgang.checkpoint.export import export
+from elasticgang.checkpoint.files import LocalFolder
 from elasticgang.checkpoint.listing import Found
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import MANIFEST
@@ -184,7 +187,47 @@ def test_a_share_that_never_comes_is_given_up(tmp_path: Path, news: dict[str, An
     problem = writer.save(memory, second, lambda wait_s: news).problem
     os.close(memory)
     assert problem == f"a share of {checkpoint_writer.directory(10)} is missing: part-0-0-0-00001.json"
-    assert list(listing.scan(storage_at(tmp_path))) == []
+    assert os.listdir(tmp_path) == []  # WRITER-4
+
+
+# WRITER-4
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_disk_that_is_full_of_remains_has_room_once_they_are_deleted(
+    tmp_path: Path, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remains may be a save that another rank still writes, unless no rank has one under way."""
+    assert checkpoint_writer.save(tmp_path, 10) == ""
+    remains = tmp_path / checkpoint_writer.directory(15)
+    remains.mkdir()
+    write = LocalFolder.write
+
+    def write_if_there_is_room(folder: LocalFolder, file: str, chunks: Iterable[memoryview]) -> None:
+        if remains.exists():
+            raise OSError(errno.ENOSPC, "No space left on device", file)
+        write(folder, file, chunks)
+
+    ((other, other_data), (request, data)) = checkpoint_writer.requests(tmp_path, 20)
+    request["commit"]["is_alone"] = is_alone
+    assert checkpoint_writer.save_share(other, other_data) == ""
+    with monkeypatch.context() as full:
+        full.setattr(LocalFolder, "write", write_if_there_is_room)
+        problem = checkpoint_writer.save_share(request, data)
+    if is_alone:
+        assert (problem, [content(each) for each in usable(tmp_path)]) == ("", [{20}])
+    else:
+        assert problem == "shard-0-0-0-00000.safetensors: No space left on device"
+        assert sorted(os.listdir(tmp_path)) == [checkpoint_writer.directory(10), remains.name]
+
+
+# WRITER-4
+def test_a_failed_save_leaves_its_room_to_the_next_one(tmp_path: Path) -> None:
+    assert checkpoint_writer.save(tmp_path, 10) == ""
+    for step in (5, 15, 25):
+        (tmp_path / checkpoint_writer.directory(step)).mkdir()
+    (_, (request, data)) = checkpoint_writer.requests(tmp_path, 20)
+    request["lost"] = ["part-0-0-0-00001.json"]
+    assert "is missing" in checkpoint_writer.save_share(request, data)
+    assert sorted(os.listdir(tmp_path)) == [checkpoint_writer.directory(step) for step in (10, 25)]
 
 
 def test_two_removals_of_one_checkpoint_do_not_disturb_each_other(tmp_path: Path) -> None:
