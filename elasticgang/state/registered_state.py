@@ -12,6 +12,8 @@ REGISTERED-3  A state that is received in place is in memory that no two of its 
 REGISTERED-4  What `get_extra_state` of a module returns is small state, as that of a registered object. The object is
     called by the module's key in the state dict of the whole model (REGISTERED-1), so that it finds its stage. The
     script can register no object under such a name, which has a colon.
+REGISTERED-5  What an optimizer keeps has the dtype that it was received in. torch's `load_state_dict` converts it to
+    that of the parameter, and so loses bits of master weights, of averages beside bfloat16, and of codes.
 """
 
 from __future__ import annotations
@@ -350,7 +352,9 @@ class RegisteredState:
                         writer.copy(local(present[key]), value)
         for name, state in large["optimizers"].items():
             optimizer = self._optimizers[name]
-            optimizer.load_state_dict(_placed(state, optimizer, writer))
+            placed = _placed(state, optimizer, writer)
+            optimizer.load_state_dict(placed)
+            _keep_dtypes(name, placed["state"], optimizer)
         writer.finish()
 
 
@@ -372,6 +376,30 @@ def _placed(state: dict[str, Any], optimizer: Any, writer: staging.Writer) -> di
         if isinstance(index, int)
     }
     return {**state, "state": {**state["state"], **placed}}
+
+
+def _keep_dtypes(name: str, received: dict[Any, Any], optimizer: Any) -> None:
+    """REGISTERED-5. The dicts in `state_dict` are those of the optimizer, as torch makes it."""
+    for tensors, key, tensor in list(_converted(received, optimizer.state_dict()["state"])):
+        if isinstance(tensors, dict | list):
+            tensors[key] = tensor.to(tensors[key].device)
+    if left := [tensor.dtype for _, _, tensor in _converted(received, optimizer.state_dict()["state"])]:
+        log.warning("load_state_dict of %r has converted state to another dtype than %s", name, left[0])
+
+
+def _converted(received: Any, loaded: Any) -> Iterator[tuple[Any, Any, Tensor]]:
+    """The tensors of `received` that have another dtype in `loaded`: the dict or sequence there, and the key in it."""
+    keys: Iterable[Any] = ()
+    if isinstance(received, dict) and isinstance(loaded, dict):
+        keys = [key for key in received if key in loaded]
+    elif isinstance(received, list | tuple) and isinstance(loaded, list | tuple):
+        keys = range(min(len(received), len(loaded)))
+    for key in keys:
+        value, own = received[key], loaded[key]
+        if not isinstance(value, Tensor):
+            yield from _converted(value, own)
+        elif isinstance(own, Tensor) and own.dtype != value.dtype:
+            yield loaded, key, value
 
 
 def _on_device(value: Any, parameter: torch.Tensor, former: Any, writer: staging.Writer) -> Any:
