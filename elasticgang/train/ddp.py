@@ -9,6 +9,8 @@ DDP-4  The hook never waits: its future is complete at once, with the bucket, an
     Until then a gradient is this rank's own or partly reduced.
 DDP-5  The buckets lie in memory that the comm process shares, from their construction on (`QuorumManager.empty`). They
     stay there in every generation, whatever happens to comm processes.
+DDP-6  Only a forward inside `accumulate` prepares torch's reducer. It would stay prepared after any other one, and the
+    backward of the first slot would then reduce.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -59,7 +61,8 @@ class DistributedDataParallel(nn.Module):
 
     Gradients are sums, not means: `Optimizer.step(weight=)` divides them by the total weight. Backward must run inside
     `accumulate`. The one with `last=True` starts the reduction, and `Optimizer.step` waits for it: do not read the
-    gradients in between. `state_dict` is the module's.
+    gradients in between. Outside `accumulate` the model can be evaluated; with `reduction="reproducible"` or `keep`,
+    only inside `torch.no_grad()`. `state_dict` is the module's.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class DistributedDataParallel(nn.Module):
         self._finds_unused = find_unused_parameters
         self._pending: list[Work] = []
         self._reduced: list[_Reduced] = []  # one entry for each bucket
+        self._accumulates = False
         self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
         self._has_warned = False
         self._build()
@@ -145,6 +149,8 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._of_slots is not None:
             self._of_slots.check_forward()
+        if not self._accumulates:  # DDP-6
+            return self.module(*args, **kwargs)
         ddp = self._ddp[0]
         self._is_under_way = self._is_under_way or (torch.is_grad_enabled() and ddp.require_backward_grad_sync)
         return ddp(*args, **kwargs)
@@ -162,8 +168,12 @@ class DistributedDataParallel(nn.Module):
             self._of_slots.enter_slot()
         # torch's reducer must not look for unused parameters here: it raises if an earlier slot's gradient is gone.
         by_hook = last and (self._of_slots is None or not self._finds_unused)
-        with contextlib.nullcontext() if by_hook else self._ddp[0].no_sync():
-            yield
+        self._accumulates = True
+        try:
+            with contextlib.nullcontext() if by_hook else self._ddp[0].no_sync():
+                yield
+        finally:
+            self._accumulates = False
 
     def _hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         """DDP-3, DDP-4."""

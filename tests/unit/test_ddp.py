@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import elasticgang as eg
+from elasticgang.gang import FakeGang
 from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.state.snapshot_server import SnapshotServer
 
@@ -175,6 +178,56 @@ def test_a_value_that_is_not_finite_stays_so(value: float) -> None:
                     ddp(torch.tensor([[value if slot.number == 1 else 1.0]])).sum().backward()
             assert manager.commit(1.0, lambda total: seen.append(grad_of(module.weight).item()))
     assert str(seen[0]) == str(value)
+
+
+class Doubled(LocalRendezvous):
+    """As if another rank had the same gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(eg.ParallelLayout(), CPU)
+
+    def reduction(self, family: str) -> eg.Gang:
+        return FakeGang(CPU, size=2)
+
+
+def doubled(module: nn.Module, **options: Any) -> tuple[eg.QuorumManager, eg.DistributedDataParallel]:
+    manager = eg.QuorumManager(Doubled(), SnapshotServer(), eg.ParallelLayout(), CPU)
+    return manager, eg.DistributedDataParallel(manager, module, **options)
+
+
+def gradients_of(
+    manager: eg.QuorumManager, ddp: eg.DistributedDataParallel, in_slot: Callable[[eg.Step, bool], object]
+) -> list[list[Tensor]]:
+    """Of the parameters in each of three steps of two slots."""
+    seen: list[list[Tensor]] = []
+    manager.register_state(model=ddp)
+    for step in manager.steps(3):
+        with step:
+            for last in (False, True):
+                in_slot(step, last)
+            assert manager.commit(1.0, lambda total: seen.append([grad_of(each) for each in ddp.module.parameters()]))
+            for parameter in ddp.parameters():
+                parameter.grad = None
+    return seen
+
+
+# DDP-6
+@pytest.mark.parametrize("finds_unused", [False, True])
+@pytest.mark.parametrize("place", ["before", "after", "between"])
+def test_a_forward_outside_of_accumulate_leaves_the_gradients_as_they_are(place: str, finds_unused: bool) -> None:
+    """Such as an evaluation without `torch.no_grad()`."""
+    manager, ddp = doubled(nn.Linear(1, 1), find_unused_parameters=finds_unused)
+
+    def in_slot(step: eg.Step, last: bool) -> None:
+        if step.index == 1 and place == ("after" if last else "before"):
+            ddp(torch.ones(1, 1))
+        with ddp.accumulate(last=last):
+            ddp(torch.full((1, 1), 3.0)).sum().backward()
+        if step.index == 1 and place == ("after" if last else "between"):
+            ddp(torch.ones(1, 1))
+
+    seen = gradients_of(manager, ddp, in_slot)
+    assert [[each.item() for each in gradients] for gradients in seen] == [[12.0, 4.0]] * 3
 
 
 # SLOTS-1
