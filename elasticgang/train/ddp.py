@@ -11,6 +11,8 @@ DDP-5  The buckets lie in memory that the comm process shares, from their constr
     stay there in every generation, whatever happens to comm processes.
 DDP-6  Only a forward inside `accumulate` prepares torch's reducer. It would stay prepared after any other one, and the
     backward of the first slot would then reduce.
+DDP-7  Nothing is added to a gradient whose reduction has begun: the sum over the ranks would lack it, and the ranks
+    would differ. Backward then raises, or `accumulate` does. The version of a bucket counts what is added to it.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -19,6 +21,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from torch.futures import Future
 from torchft.process_group import ProcessGroupDummy
 
 from elasticgang.collectives.work import Work
+from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager
 from elasticgang.torch_private import AllocatesVectors, rebuild_buckets, zeroed_buckets
@@ -37,7 +41,15 @@ from elasticgang.train.slot_gradients import check_reduction
 
 log = logging.getLogger("elasticgang")
 
-_Reduced = tuple[list[Tensor], list[Tensor]]
+
+@dataclass(frozen=True)
+class _Reduced:
+    """A bucket whose reduction has begun. `version`: of `buffer` at that time."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    buffer: Tensor
+    version: int
 
 
 class _FixedBuckets(nn.parallel.DistributedDataParallel):
@@ -149,7 +161,7 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._of_slots is not None:
             self._of_slots.check_forward()
-        if not self._accumulates:  # DDP-6
+        if not self._accumulates or self._reduced:  # DDP-6
             return self.module(*args, **kwargs)
         ddp = self._ddp[0]
         self._is_under_way = self._is_under_way or (torch.is_grad_enabled() and ddp.require_backward_grad_sync)
@@ -157,13 +169,17 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
-        """Use it around forward and backward of one slot. `last`: the rank's last slot, whose backward reduces.
+        """Use it around forward and backward of one slot. `last`: the rank's last slot, whose backward reduces. With
+        several backwards in that slot, give only the last one `last=True`.
 
         Raises:
             InvalidOperationError: with `reduction="reproducible"` or `keep`, outside the loop over the slots of a
-                `GlobalBatch`.
+                `GlobalBatch`. Or a backward follows the one that reduces; `optim.step` raises it too, and backward
+                itself raises RuntimeError if the one that reduces has not reached all parameters.
         """
         self._manager.step.check()
+        if self._reduced:
+            raise _late()
         if self._of_slots is not None:
             self._of_slots.enter_slot()
         # torch's reducer must not look for unused parameters here: it raises if an earlier slot's gradient is gone.
@@ -174,6 +190,7 @@ class DistributedDataParallel(nn.Module):
                 yield
         finally:
             self._accumulates = False
+        self._check_late()
 
     def _hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         """DDP-3, DDP-4."""
@@ -184,15 +201,23 @@ class DistributedDataParallel(nn.Module):
 
     def _reduce(self, bucket: GradBucket) -> None:
         index, gradients = len(self._reduced), bucket.gradients()
-        self._reduced.append((bucket.parameters(), gradients))
+        buffer = bucket.buffer()
+        self._reduced.append(_Reduced(bucket.parameters(), gradients, buffer, buffer._version))
         if self._of_slots is not None:
             self._of_slots.reduce(index, gradients)
             return
-        work = self._manager.reduction(self._over).all_reduce(bucket.buffer(), ReduceOperation.SUM, async_op=True)
+        # `data` has a version of its own: the reduction is no late backward (DDP-7).
+        work = self._manager.reduction(self._over).all_reduce(buffer.data, ReduceOperation.SUM, async_op=True)
         assert work is not None
         self._pending.append(work)
 
+    def _check_late(self) -> None:
+        """DDP-7. Raises InvalidOperationError."""
+        if any(each.buffer._version != each.version for each in self._reduced):
+            raise _late()
+
     def contribute(self) -> None:
+        self._check_late()
         if len(self._reduced) == len(self._parameters_of):
             return
         for bucket in zeroed_buckets(self._ddp[0].reducer)[len(self._reduced) :]:
@@ -221,8 +246,8 @@ class DistributedDataParallel(nn.Module):
             self._of_slots.finish()
             self._forget()
             return
-        for parameters, gradients in self._reduced:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
+        for each in self._reduced:
+            for parameter, gradient in zip(each.parameters, each.gradients, strict=True):
                 parameter.grad = gradient
         self._forget()
 
@@ -255,3 +280,11 @@ class DistributedDataParallel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
+
+
+def _late() -> InvalidOperationError:
+    return InvalidOperationError(
+        "a backward inside `accumulate(last=True)` has begun to reduce the gradients, so that no other may follow in "
+        "the step: call `backward` once there, of the sum of the losses, and earlier ones inside "
+        "`accumulate(last=False)`."
+    )

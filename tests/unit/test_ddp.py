@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -224,6 +225,65 @@ def test_a_forward_outside_of_accumulate_leaves_the_gradients_as_they_are(place:
         with ddp.accumulate(last=last):
             ddp(torch.full((1, 1), 3.0)).sum().backward()
         if step.index == 1 and place == ("after" if last else "between"):
+            ddp(torch.ones(1, 1))
+
+    seen = gradients_of(manager, ddp, in_slot)
+    assert [[each.item() for each in gradients] for gradients in seen] == [[12.0, 4.0]] * 3
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"reduction": "reproducible"}, {"keep": True}]
+
+
+# DDP-7
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("place", ["of one forward", "inside", "in another", "after", "before the vote"])
+def test_a_backward_after_the_one_that_reduces_is_refused(place: str, options: dict[str, Any]) -> None:
+    """Its gradient would be added to what is reduced already."""
+    manager, ddp = doubled(nn.Linear(1, 1), **options)
+    manager.register_state(model=ddp)
+    x = torch.ones(1, 1)
+
+    def train(step: eg.Step) -> None:
+        for slot in eg.GlobalBatch(1, size=1, slot=1).slots(step):
+            with ddp.accumulate(last=slot.last):
+                loss = ddp(x).sum()
+                loss.backward(retain_graph=True)
+                if place == "of one forward":
+                    loss.backward()
+                elif place == "inside":
+                    ddp(x).sum().backward()
+            with ddp.accumulate(last=slot.last) if place == "in another" else contextlib.nullcontext():
+                if place in ("in another", "after"):
+                    ddp(x).sum().backward()
+        if place == "before the vote":
+            loss.backward()
+        manager.commit(1.0, lambda total: None)
+
+    with pytest.raises(eg.InvalidOperationError, match=r"call `backward` once there"), next(manager.steps(1)) as step:
+        train(step)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_backwards_before_the_one_that_reduces_are_added(options: dict[str, Any]) -> None:
+    manager = eg.join(layout=eg.ParallelLayout())
+    ddp = eg.DistributedDataParallel(manager, nn.Linear(1, 1), **options)
+    manager.register_state(model=ddp)
+    seen: list[Tensor] = []
+    with next(manager.steps(1)) as step:
+        for slot in eg.GlobalBatch(2, size=2, slot=1).slots(step):
+            for value in (1.0, 2.0, 4.0):
+                with ddp.accumulate(last=slot.last and value == 4.0):
+                    ddp(torch.full((1, 1), value)).sum().backward()
+        assert manager.commit(1.0, lambda total: seen.extend(grad_of(each) for each in ddp.parameters()))
+    assert [each.item() for each in seen] == [14.0, 6.0]
+
+
+def test_an_evaluation_after_the_backward_that_reduces_changes_nothing() -> None:
+    manager, ddp = doubled(nn.Linear(1, 1))
+
+    def in_slot(step: eg.Step, last: bool) -> None:
+        with ddp.accumulate(last=last):
+            ddp(torch.full((1, 1), 3.0)).sum().backward()
             ddp(torch.ones(1, 1))
 
     seen = gradients_of(manager, ddp, in_slot)
