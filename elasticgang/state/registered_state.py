@@ -1,6 +1,7 @@
 """The objects that a rank's script has registered, and the copy of their small state.
 
-"Small" state is what forward changes (buffers and registered objects); "large" state is parameters and optimizer state.
+"Small" state is what a step may change before its apply (buffers, registered objects, and settings of optimizers);
+"large" state is parameters and the rest of optimizers' state.
 
 REGISTERED-1  Parameters and buffers are known by the names that they have in the whole model, in every rank and layout:
     those of the registered module, or what a function makes of these where a stage of a pipeline has others.
@@ -14,6 +15,10 @@ REGISTERED-4  What `get_extra_state` of a module returns is small state, as that
     script can register no object under such a name, which has a colon.
 REGISTERED-5  What an optimizer keeps has the dtype that it was received in. torch's `load_state_dict` converts it to
     that of the parameter, and so loses bits of master weights, of averages beside bfloat16, and of codes.
+REGISTERED-6  The settings of an optimizer, such as its learning rate, are small state: all that its parameter groups
+    have beside the parameters. The script may set them in a step, before `optim.step`, and a learner that heals there
+    applies the step with those of its source. They are no part of the large state, because holders of one attempt may
+    differ in them while a step runs.
 """
 
 from __future__ import annotations
@@ -33,6 +38,16 @@ from elasticgang.errors import WireError
 from elasticgang.state import memory_reserve, staging, transport
 from elasticgang.state.dtensor import like, local, locally
 from elasticgang.state.memory_reserve import MemoryReserve
+from elasticgang.state.optimizer_settings import (
+    check_num_groups,
+    copy_of,
+    groups_of,
+    parameters_of,
+    set_settings,
+    settings_of,
+    with_settings,
+    without_settings,
+)
 from elasticgang.state.serialization import flatten, unflatten
 
 log = logging.getLogger("elasticgang")
@@ -206,7 +221,7 @@ class RegisteredState:
 
     def load(self, state: dict[str, Any]) -> None:
         """All of it: the step in which this rank heals may be dropped, so the snapshot is of it too."""
-        self._load_large(state["large"])
+        self._load_large(state["large"], state["small"].get("settings", {}))
         self.load_small(state["small"])
         self.keep_snapshot()
 
@@ -218,6 +233,8 @@ class RegisteredState:
                 _check_alike(f"buffer {key!r} of {name!r}", value, present[key])
         for name in small["others"]:
             self._others[name]
+        for name, groups in small.get("settings", {}).items():
+            check_num_groups(name, groups, self._optimizers[name])
 
     def targets(
         self, in_place: bool, spec: Any, shapes: list[Any], num_chunks: int | None, former: list[Tensor]
@@ -269,7 +286,7 @@ class RegisteredState:
         the numbers of its tensors."""
         found: dict[int, Any] = {}
         for name, state in offered.items():
-            parameters = _parameters_of(self._optimizers[name])
+            parameters = parameters_of(self._optimizers[name])
             for index, of_parameter in state["state"].items():
                 if not isinstance(index, int):
                     continue
@@ -298,7 +315,8 @@ class RegisteredState:
         return sum(memory_reserve.room_for(tensor) for tensor in _tensors_in(states) if staging.is_on_host(tensor))
 
     def small(self, *, cloned: bool) -> dict[str, Any]:
-        """The small state: buffers and registered objects, which forward and the code around it change."""
+        """The small state: buffers, registered objects and settings of optimizers, which forward and the code around it
+        change."""
         buffers = {
             name: {
                 key: buffer.detach().clone() if cloned else buffer
@@ -307,7 +325,12 @@ class RegisteredState:
             for name, module in self._modules.items()
         }
         others = {name: item.state_dict() for name, item in self._others.items()}
-        return {"buffers": buffers, "others": copy.deepcopy(others) if cloned else others}
+        settings = {name: list(map(settings_of, groups_of(item))) for name, item in self._optimizers.items()}
+        return {
+            "buffers": buffers,
+            "others": copy.deepcopy(others) if cloned else others,
+            "settings": copy_of(settings) if cloned else settings,
+        }
 
     def load_small(self, small: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -315,34 +338,38 @@ class RegisteredState:
                 present = self._named(name, self._modules[name].named_buffers())
                 for key, value in buffers.items():
                     present[key].copy_(value)
+            for name, groups in small.get("settings", {}).items():  # no checkpoint has them here
+                for group, settings in zip(groups_of(self._optimizers[name]), groups, strict=False):
+                    set_settings(group, settings)
         for name, state in small["others"].items():
             self._others[name].load_state_dict(copy.deepcopy(state))
 
     def large(self) -> dict[str, Any]:
-        """The large state: the local parts."""
+        """The large state: the local parts, without settings (REGISTERED-6)."""
         parameters = {
             name: {key: local(parameter) for key, parameter in of_module.items()}
             for name, of_module in self._parameters.items()
         }
-        optimizers = {name: locally(optimizer.state_dict()) for name, optimizer in self._optimizers.items()}
+        optimizers = {name: without_settings(locally(item.state_dict())) for name, item in self._optimizers.items()}
         return {"parameters": parameters, "optimizers": optimizers}
 
     def tree(self) -> dict[str, Any]:
         """All state, with DTensors: the large state, and the snapshot of the small state. "owned": the parameters of
         each optimizer, in the order of its state dict. "keys": as REGISTERED-2 has them."""
-        owned = {
-            name: [parameter for group in optimizer.param_groups for parameter in group["params"]]  # type: ignore[attr-defined]
-            for name, optimizer in self._optimizers.items()
-        }
+        small, optimizers = self.snapshot or self.small(cloned=True), self._optimizers.items()
+        settings = small["settings"]
+        owned = {name: parameters_of(optimizer) for name, optimizer in optimizers}
         return {
             "parameters": self._parameters,
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()},
-            **(self.snapshot or self.small(cloned=True)),
+            "optimizers": {name: with_settings(item.state_dict(), settings.get(name, ())) for name, item in optimizers},
+            "buffers": small["buffers"],
+            "others": small["others"],
             "owned": owned,
             "keys": self._keys,
         }
 
-    def _load_large(self, large: dict[str, Any]) -> None:
+    def _load_large(self, large: dict[str, Any], settings: dict[str, list[dict[str, Any]]]) -> None:
+        """`settings`: those that `large` lacks, by optimizer and group (REGISTERED-6)."""
         writer = staging.Writer()
         with torch.no_grad():
             for name, parameters in large["parameters"].items():
@@ -352,7 +379,7 @@ class RegisteredState:
                         writer.copy(local(present[key]), value)
         for name, state in large["optimizers"].items():
             optimizer = self._optimizers[name]
-            placed = _placed(state, optimizer, writer)
+            placed = _placed(with_settings(state, settings.get(name, ())), optimizer, writer)
             optimizer.load_state_dict(placed)
             _keep_dtypes(name, placed["state"], optimizer)
         writer.finish()
@@ -365,7 +392,7 @@ def is_extra_state(name: str) -> bool:
 
 def _placed(state: dict[str, Any], optimizer: Any, writer: staging.Writer) -> dict[str, Any]:
     """An optimizer's state, with DTensors for parameters that are DTensors, and on the devices of the parameters."""
-    parameters = _parameters_of(optimizer)
+    parameters = parameters_of(optimizer)
     former = locally(optimizer.state_dict()["state"])
     placed = {
         index: {
@@ -471,10 +498,6 @@ def _check_alike(what: str, offered: Tensor, own: Tensor) -> None:
     if (offered.shape, offered.dtype) != (own.shape, own.dtype):
         theirs, mine = (f"{list(each.shape)} of {str(each.dtype)[6:]}" for each in (offered, own))
         raise WireError(f"the {what} is {theirs} at the source, and {mine} here")
-
-
-def _parameters_of(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:

@@ -300,6 +300,29 @@ class Holds:
         (self._directory / f"{what}-{step}-{manager.member.replace('/', '-')}").touch()
 
 
+class Decay:
+    """Sets the weight decay in each step before `optim.step`, once the learners of the step have healed."""
+
+    def __init__(self, directory: Path, faults: Faults, manager: eg.QuorumManager) -> None:
+        self._directory, self._faults, self._manager = directory, faults, manager
+        testing.fail_at("healed", self._healed)
+
+    def _healed(self) -> None:
+        self._faults.at("healed")
+        (self._directory / f"healed-{self._manager.generation}-{os.getpid()}").touch()
+
+    def set(self, optim: eg.Optimizer, step: eg.Step) -> None:
+        manager = self._manager
+        learners = manager.num_members - manager.num_active
+        healed = f"healed-{manager.generation}-*"
+        if step.share is not None:
+            wait_until(
+                lambda: manager.poisoned or len(list(self._directory.glob(healed))) >= learners, "the learners' heal"
+            )
+        for group in optim.param_groups:
+            group["weight_decay"] = (step.index + 1) % 3 / 8
+
+
 class SGD(torch.optim.SGD):
     """Can die when it has changed half of the parameters."""
 
@@ -383,6 +406,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the gradients of slots when a step is tried again")
     parser.add_argument("--slot", type=int, default=SLOT, help="samples in a slot")
     parser.add_argument("--scaled", action="store_true", help="scale the losses; those of some slots overflow")
+    parser.add_argument("--decay", action="store_true", help="set the optimizer's weight decay in each step")
     parser.add_argument("--memory", action="store_true", help="say in which file the gradients lie")
     parser.add_argument("--factory", choices=["ProcessGroupGloo", "ProcessGroupBabyGloo"], help="of torchft")
     args = parser.parse_args()
@@ -406,6 +430,7 @@ def main() -> None:
     loader = eg.DataLoader(Indices(), batches, num_workers=args.num_workers)
     scale = {"scaler": scaler} if args.scaled else {}
     manager.register_state(model=model, optim=optim, schedule=schedule, **scale)
+    decay = Decay(args.output_dir, faults, manager) if args.decay else None
     history = History(args.output_dir / "history", manager.member)
     faults.at("joined")
 
@@ -441,6 +466,8 @@ def main() -> None:
                 group=group,
                 memory=memory,
             )
+            if decay is not None:
+                decay.set(optim, step)
             sums = {"num": len(samples), "squares": sum(sample * sample for sample in samples)}
             if optim.step(weight=slots.num_samples, max_norm=4.0, sums=sums):
                 assert manager.tip is not None

@@ -77,6 +77,16 @@ def test_kills_leave_no_trace_in_the_bits(name: str, tmp_path: Path, alone: str)
     check(run(tmp_path, SCENARIOS[name], script_options=[*REPRODUCIBLE, *workers]), SCENARIOS[name], alone)
 
 
+# REGISTERED-6
+def test_kills_leave_no_trace_in_settings_that_a_step_sets(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The ranks set the weight decay before `optim.step`: a learner before it heals, its sources after that."""
+    options = (*REPRODUCIBLE, "--decay")
+    faults = SCENARIOS["a rank at each place of a step"]
+    check(run(tmp_path, faults, script_options=options), faults, run_alone(tmp_path_factory.mktemp("alone"), *options))
+
+
 # Jobs whose ranks hold parts of the model: the number of active ranks of one replica group, and the layout.
 LAYOUTS = {
     "FSDP2": (2, {"sdp": 2, "fsdp": True}),

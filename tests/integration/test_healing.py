@@ -19,7 +19,7 @@ from torch import nn
 from elasticgang import testing
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import snapshot_server as keeper_module
-from elasticgang.state import staging, transport
+from elasticgang.state import staging, striped_fetch, transport
 from elasticgang.state.serialization import flatten
 from elasticgang.state.snapshot_server import MAX_REQUEST_BYTES
 from elasticgang.state.transport import Channel
@@ -200,6 +200,62 @@ def test_a_learner_gets_what_forward_changed_to_load_when_it_applies(ranks: Rank
     assert same(learner.small(), expected)
     assert learner.counter.state["count"] == 99
     assert same(learner.large(), before[0])
+
+
+# REGISTERED-6
+def test_a_learner_gets_the_settings_of_the_beginning_and_those_of_the_apply(ranks: Ranks) -> None:
+    source, learner = ranks(3), ranks(1)
+    source.server.begin(AT)
+    at_begin = settings(source)
+    for rank in (learner, source):  # the script does so in every rank, and the learner has not healed
+        (group,) = rank.optim.param_groups
+        group["lr"], group["betas"] = 0.5, (0.5, 0.25)
+        group["new"] = [rank.counter.state["count"]]
+    assert learner.server.heal([source.server.address], AT)
+    assert settings(learner) == at_begin
+    source.server.forward_done()
+    load = learner.server.fetch_after([source.server.address], AT)
+    assert load is not None
+    load()
+    assert settings(learner) == settings(source)
+    assert settings(learner)["lr"] == 0.5
+
+
+# REGISTERED-6
+def test_a_step_that_is_dropped_does_not_change_settings(ranks: Ranks) -> None:
+    rank = ranks(1)
+    (group,) = rank.optim.param_groups
+    group["lr"] = lr = torch.tensor(0.25)
+    at_begin = {**settings(rank), "lr": 0.25}
+    rank.server.begin(AT)
+    lr.mul_(2)
+    group["weight_decay"], group["new"] = 0.75, 1
+    rank.server.restore()
+    assert rank.optim.param_groups == [group]
+    assert group["lr"] is lr
+    assert settings(rank) == at_begin
+
+
+# REGISTERED-6
+def test_holders_whose_steps_have_changed_settings_do_not_differ_for_a_learner(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(striped_fetch, "STRIPE_BYTES", 1)
+    sources, learner = [ranks(3), ranks(3)], ranks(1)
+    for source in sources:
+        source.optim.param_groups[0]["lr"] = torch.tensor(0.25)
+        source.server.begin(AT)
+    with torch.no_grad():
+        sources[0].optim.param_groups[0]["lr"].mul_(2)
+    sources[1].optim.param_groups[0]["weight_decay"] = 0.75
+    assert learner.server.heal([source.server.address for source in sources], AT)
+    assert settings(learner)["lr"] == 0.25
+    assert caplog.messages == []
+
+
+def settings(rank: Rank) -> dict[str, Any]:
+    (group,) = rank.optim.param_groups
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def test_a_learner_waits_for_the_state_after_forward(ranks: Ranks) -> None:

@@ -1,0 +1,71 @@
+"""The settings of optimizers: what their parameter groups have beside the parameters (REGISTERED-6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from elasticgang.errors import WireError
+
+_NO_SETTINGS = ("params", "param_names")  # of a parameter group
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return groups
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in groups_of(optimizer) for parameter in group["params"]]
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """REGISTERED-6."""
+    return {key: value for key, value in group.items() if key not in _NO_SETTINGS}
+
+
+def without_settings(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict (REGISTERED-6)."""
+    groups = [{key: group[key] for key in _NO_SETTINGS if key in group} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
+
+
+def with_settings(state: dict[str, Any], settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """An optimizer's state dict with these settings of its first groups."""
+    groups = state["param_groups"]
+    changed = [{**group, **copy_of(own)} for group, own in zip(groups, settings, strict=False)]
+    return {**state, "param_groups": changed + groups[len(changed) :]}
+
+
+def set_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Give `group` these settings alone. A tensor of it stays the same tensor, as a captured graph needs it."""
+    for key in settings_of(group).keys() - settings.keys():
+        del group[key]
+    for key, value in settings.items():
+        own = group.get(key)
+        if (
+            isinstance(own, Tensor)
+            and isinstance(value, Tensor)
+            and (own.shape, own.dtype) == (value.shape, value.dtype)
+        ):
+            own.copy_(value)
+        else:
+            group[key] = copy_of(value)
+
+
+def copy_of(value: Any) -> Any:
+    """A copy of settings. What is no tensor, list, tuple or dict is taken for a constant."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copy_of(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return list(map(copy_of, value))
+    return tuple(map(copy_of, value)) if type(value) is tuple else value
+
+
+def check_num_groups(name: str, offered: Sequence[object], optimizer: Any) -> None:
+    if len(offered) != (own := len(groups_of(optimizer))):
+        raise WireError(f"the optimizer {name!r} has {len(offered)} parameter groups at the source, and {own} here")
