@@ -145,7 +145,7 @@ def _exit_code(exc: SystemExit) -> int:
     if exc.code is None:
         return 0
     if isinstance(exc.code, int):
-        return exc.code
+        return exc.code & 0xFF  # as the kernel takes it; `_end` would take a negative one for a signal
     print(exc.code, file=sys.stderr)
     return 1
 

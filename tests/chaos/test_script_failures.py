@@ -49,6 +49,15 @@ def test_an_exception_before_joining_is_shown_too(tmp_path: Path) -> None:
         assert job.stderr.count("ValueError: before") == 1
 
 
+def test_a_negative_exit_code_is_no_signal(tmp_path: Path) -> None:
+    """As Python by itself, which exits with its low byte."""
+    with Job(tmp_path, script(tmp_path, "import sys; sys.exit(-1)")) as job:
+        assert job.wait() == 255
+        job.assert_nothing_left()
+        assert "exited with code 255 before its first committed step" in job.stderr
+        assert "killed by" not in job.stderr
+
+
 def test_a_rank_whose_script_fails_once_is_restarted_by_default(tmp_path: Path) -> None:
     body = """if rank == 1 and step.index == 5 and not (here / "failed").exists():
                     (here / "failed").touch()
