@@ -167,6 +167,11 @@ class Arena:
             if self._free_bytes > _MAX_FREE_BYTES or too_many:
                 self._discard(slab, block)
 
+    def discard(self, block: Block) -> None:
+        """Close the slab of `block`, which is a whole one, and never reuse it."""
+        with self._lock:
+            self._close(block.slab)
+
     def _discard(self, slab: Slab, block: Block) -> None:
         key = block.size, block.is_whole
         self._free[key] = [free for free in self._free[key] if free.slab is not slab]
@@ -174,5 +179,8 @@ class Arena:
         self._num_idle -= 1
         if self._growing.get(block.size) is slab:
             del self._growing[block.size]
+        self._close(slab)
+
+    def _close(self, slab: Slab) -> None:
         self.discarded.append(slab.id)
         slab.close()

@@ -18,6 +18,8 @@ MAPPING-3  Before each use, the block must still be mapped at the storage's addr
 MAPPING-4  A forked child gets private pages: its writes do not reach the parent.
 MAPPING-5  A block belongs to its storage for as long as the storage exists, in whichever generation and whatever
     happens to comm processes. A pending work holds its tensors until its process is dead (ARENA-2).
+MAPPING-6  Memory that may outlive its storage is copied: that of a NumPy array or a `bytearray`, for example. torch can
+    resize no such storage. A block that is still mapped after the end of its storage is never reused.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ _IS_MMAPPED = 0x2  # a flag in the size field of a glibc malloc chunk
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 @dataclass(eq=False)
@@ -101,7 +104,14 @@ class _Region:
         if self.is_allocated:
             return True
         of_file = _is_of_file(self.first)
-        return _mapped_at(self.first) == self.block.slab.path if of_file is None else of_file
+        return self._is_mapped() if of_file is None else of_file
+
+    def is_left_behind(self) -> bool:
+        """Whether the block is still mapped, though the storage no longer exists or has other memory (MAPPING-6)."""
+        return _libc.mincore(self.first, PAGE, ctypes.create_string_buffer(1)) == 0 and self._is_mapped()
+
+    def _is_mapped(self) -> bool:
+        return _mapped_at(self.first) == self.block.slab.path
 
 
 @dataclass(frozen=True)
@@ -159,9 +169,9 @@ class StorageMappings:
                 region = None
             if region is None:
                 self._forget_dead()
-                if num_bytes != storage.nbytes() or not _is_own_mapping(address, num_bytes):  # MAPPING-1, MAPPING-2
+                if num_bytes != storage.nbytes() or not storage.resizable():  # MAPPING-1, MAPPING-6
                     return None
-                if not self._is_used_again(storage):
+                if not _is_own_mapping(address, num_bytes) or not self._is_used_again(storage):  # MAPPING-2
                     return None
                 region = self._take_over(storage)
         return None if region is None else _mapped_tensor(region, tensor, start, num_bytes)
@@ -216,7 +226,10 @@ class StorageMappings:
         del self._regions[region.address]
         if _newest.get(region.address) is region:
             del _newest[region.address]
-        self._arena.give_back(region.block)
+        if region.is_left_behind():  # MAPPING-6
+            self._arena.discard(region.block)
+        else:
+            self._arena.give_back(region.block)
 
     def _separate(self) -> None:
         """MAPPING-4. Runs in a forked child, which has no other thread."""

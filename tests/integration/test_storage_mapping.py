@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
 import torch
@@ -124,6 +126,33 @@ def test_a_view_of_a_shared_storage_is_shared_too(storages: StorageMappings) -> 
 )
 def test_whatever_else_is_copied(storages: StorageMappings, tensor: Tensor) -> None:
     assert found(storages, tensor) is None
+
+
+# MAPPING-6
+@pytest.mark.parametrize("memory", [np.ones(36 << 20, np.uint8), bytearray(36 << 20)], ids=["array", "bytearray"])
+def test_memory_that_may_outlive_its_tensor_is_copied(
+    storages: StorageMappings, memory: npt.NDArray[np.uint8] | bytearray
+) -> None:
+    for _ in range(2):
+        assert found(storages, torch.frombuffer(memory, dtype=torch.uint8)) is None
+        assert found(storages, torch.from_numpy(np.frombuffer(memory, np.uint8))) is None
+
+
+# MAPPING-6
+def test_a_block_that_is_still_mapped_is_not_used_again(storages: StorageMappings) -> None:
+    """The first storage ends. A copy-on-write clone has its memory."""
+    first = fresh()
+    expected = first.clone()
+    span = found(storages, first)
+    assert span is not None
+    clone = torch._lazy_clone(first)
+    del first
+    gc.collect()
+    second = fresh().fill_(-1)
+    other = found(storages, second)
+    assert other is not None
+    assert other.block is not span.block
+    assert torch.equal(clone, expected)
 
 
 # MAPPING-3
