@@ -3,6 +3,7 @@
 LISTING-1  A folder without a manifest is no checkpoint: it is being written, or its writers died.
 LISTING-2  A checkpoint whose digests were found not to match is marked, and no rank loads it again.
 LISTING-3  A manifest is read only up to `MAX_MANIFEST_BYTES`, and a file only if it has the size of the manifest.
+LISTING-4  A checkpoint that a later save deletes while the others are listed is none: they are listed again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from elasticgang.protocol.commit import Attempt
 CHUNK_BYTES = 4 << 20
 _MARK = "corrupt"
 _MAX_REASON = 1000
+_MAX_LISTINGS = 10
 
 
 class UnreadableError(CheckpointError):
@@ -59,21 +61,48 @@ def scan(storage: Storage) -> Iterator[Found]:
     Raises:
         UnreadableError: the place cannot be read.
     """
+    returned: set[str] = set()
+    for _ in range(_MAX_LISTINGS):
+        for name in _newest_first(storage):
+            if name not in returned:
+                folder = storage.folder(name)
+                found = _look_at(folder)
+                if found.problem and _is_deleted(folder):  # LISTING-4
+                    break
+                returned.add(name)
+                yield found
+        else:
+            return
+    raise UnreadableError(f"cannot read the checkpoints of {storage.path}: they are deleted as fast as they are read")
+
+
+def _newest_first(storage: Storage) -> list[str]:
+    """The names of complete checkpoints. Raises UnreadableError."""
     try:
-        complete, _ = names(storage)
+        return names(storage)[0][::-1]
     except FileNotFoundError:
-        return
+        return []
     except OSError as exc:
         raise UnreadableError(f"cannot read the checkpoints of {storage.path}: {exc.strerror}") from exc
-    for name in reversed(complete):
-        attempt, folder = attempt_in(name), storage.folder(name)
-        assert attempt is not None
-        try:
-            if (mark := _read_mark(folder)) is not None:
-                raise CheckpointError(mark)
-            yield Found(folder, attempt, read_manifest(folder))
-        except CheckpointError as exc:
-            yield Found(folder, attempt, None, str(exc))
+
+
+def _look_at(folder: Folder) -> Found:
+    attempt = attempt_in(folder.name)
+    assert attempt is not None
+    try:
+        if (mark := _read_mark(folder)) is not None:
+            raise CheckpointError(mark)
+        return Found(folder, attempt, read_manifest(folder))
+    except CheckpointError as exc:
+        return Found(folder, attempt, None, str(exc))
+
+
+def _is_deleted(folder: Folder) -> bool:
+    """Whether its manifest is gone, with which a deletion begins."""
+    try:
+        return not folder.has_manifest()
+    except OSError:
+        return False
 
 
 def mark_corrupt(folder: Folder, reason: str) -> None:

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 import elasticgang as eg
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.digest import digest_of
+from elasticgang.checkpoint.files import LocalFolder
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import MANIFEST
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
@@ -175,6 +176,49 @@ def test_objects_that_are_none_are_no_reason_to_end(
         assert same(rank, Rank(saved).train(3))  # unchanged
     assert f"the checkpoint {newest}: its manifest is invalid" in caplog.text
     assert rank.load(10)
+
+
+# LISTING-4
+@pytest.mark.parametrize("file", ["corrupt", MANIFEST, "shard"])
+def test_a_checkpoint_that_a_save_deletes_while_it_is_read_is_not_in_the_way(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`file`: what is read next of the only checkpoint, when the other rank deletes that for the one of step 20."""
+    survivor = Rank(tmp_path, keep=1)
+    survivor.enter(("a0",))
+    survivor.save(10)
+    restarted = Rank(tmp_path, "b0", keep=1)
+    read, sizes = LocalFolder.read, LocalFolder.sizes
+
+    def read_late(folder: LocalFolder, name: str, limit: int) -> bytes:
+        if name == file and folder.path in first:
+            first.clear()
+            survivor.save(20)
+        return read(folder, name, limit)
+
+    def sizes_late(folder: LocalFolder, names: Iterable[str]) -> dict[str, int]:
+        if file == "shard" and folder.path in first:
+            first.clear()
+            survivor.save(20)
+        return sizes(folder, names)
+
+    first = [found.path for found in listing.scan(storage_at(tmp_path))]
+    monkeypatch.setattr(LocalFolder, "read", read_late)
+    monkeypatch.setattr(LocalFolder, "sizes", sizes_late)
+    assert restarted.newest().attempt == Attempt(20, 1)
+    assert not first
+
+
+# LISTING-4
+def test_checkpoints_that_are_deleted_as_fast_as_they_are_read_are_unreadable(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = listing.names(storage_at(saved))
+    monkeypatch.setattr(listing, "names", lambda _: names)
+    for name in names[0]:
+        (saved / name / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="they are deleted as fast as they are read"):
+        Rank(saved).newest()
 
 
 # SAVER-3
