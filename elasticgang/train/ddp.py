@@ -38,6 +38,7 @@ from elasticgang.member.manager import QuorumManager
 from elasticgang.torch_private import AllocatesVectors, rebuild_buckets, zeroed_buckets
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
+from elasticgang.train.trainable import Trainable
 
 log = logging.getLogger("elasticgang")
 
@@ -122,6 +123,7 @@ class DistributedDataParallel(nn.Module):
         self._over = over
         self.is_reproducible = reduction == "reproducible"
         self.module = module
+        self._trainable = Trainable(module)
         self._manager = manager
         self._bucket_cap_mb = bucket_cap_mb
         self._finds_unused = find_unused_parameters
@@ -137,7 +139,11 @@ class DistributedDataParallel(nn.Module):
     def _build(self) -> None:
         # DDP itself uses a group of one rank, which never changes (DDP-1); the hook communicates with the other ranks.
         empty = self._manager.empty
-        with warnings.catch_warnings(), AllocatesVectors(empty) if self._finds_unused else contextlib.nullcontext():
+        with (
+            warnings.catch_warnings(),
+            self._trainable.required(),
+            AllocatesVectors(empty) if self._finds_unused else contextlib.nullcontext(),
+        ):
             warnings.simplefilter("ignore")
             ddp = _FixedBuckets(
                 self.module,
@@ -175,9 +181,11 @@ class DistributedDataParallel(nn.Module):
         Raises:
             InvalidOperationError: with `reduction="reproducible"` or `keep`, outside the loop over the slots of a
                 `GlobalBatch`. Or a backward follows the one that reduces; `optim.step` raises it too, and backward
-                itself raises RuntimeError if the one that reduces has not reached all parameters.
+                itself raises RuntimeError if the one that reduces has not reached all parameters. Or a parameter
+                requires gradients that did not when the module was wrapped; so does `optim.step`.
         """
         self._manager.step.check()
+        self._trainable.check()
         if self._reduced:
             raise _late()
         if self._of_slots is not None:
@@ -217,6 +225,7 @@ class DistributedDataParallel(nn.Module):
             raise _late()
 
     def contribute(self) -> None:
+        self._trainable.check()
         self._check_late()
         if len(self._reduced) == len(self._parameters_of):
             return

@@ -24,6 +24,7 @@ from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.state.dtensor import like, local, local_gradient
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
+from elasticgang.train.trainable import Trainable
 from elasticgang.train.tree_reduce_scatter import TreeReduceScatter, check_is_sharded, check_layouts, install
 
 
@@ -59,10 +60,14 @@ class ShardedDataParallel(nn.Module):
         self.module = module
         self._manager = manager
         self._parameters_in_order = list(module.parameters())
+        self._trainable = Trainable(module)
+        self._by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._trainable.parameters:
+            self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
         self._sums: list[tuple[Tensor, list[nn.Parameter], Work]] = []
         self._buckets: dict[torch.dtype, Tensor] = {}  # DDP-5
         self._has_contributed = False
-        groups = list(self._by_dtype().values())
+        groups = list(self._by_dtype.values())
         self._of_slots = slot_gradients(manager, "rdp", module, groups, reduction, keep=keep)
         for part in self._fsdp_modules():
             part.set_gradient_divide_factor(1.0)
@@ -82,10 +87,12 @@ class ShardedDataParallel(nn.Module):
             InvalidOperationError: with `reduction="reproducible"` or `keep`, outside the loop over the slots of a
                 `GlobalBatch`. Backward raises it with "reproducible" if `fully_shard` reduces gradients in another
                 dtype than that of the parameters, or if `sdp` is greater than 1 and it reduces a parameter's gradient
-                twice in a slot.
+                twice in a slot. Or a parameter requires gradients that did not when the module was wrapped; so does
+                `optim.step`.
         """
         step = self._manager.step
         step.check()
+        self._trainable.check()
         if self._of_slots is not None:
             self._of_slots.enter_slot()
         if self._slot is None or self._slot[0] is not step or self._slot[1] != step.slot:
@@ -98,8 +105,9 @@ class ShardedDataParallel(nn.Module):
         """SHARDED-1, SHARDED-2."""
         if self._has_contributed:
             return
+        self._trainable.check()
         self._has_contributed = True
-        for index, (dtype, parameters) in enumerate(self._by_dtype().items()):
+        for index, (dtype, parameters) in enumerate(self._by_dtype.items()):
             if self._of_slots is not None:
                 self._of_slots.reduce(index, [local_gradient(each) for each in parameters])  # SHARDED-3
                 continue
@@ -109,13 +117,6 @@ class ShardedDataParallel(nn.Module):
             work = self._manager.reduction("rdp").all_reduce(flat, ReduceOperation.SUM, async_op=True)
             assert work is not None
             self._sums.append((flat, parameters, work))
-
-    def _by_dtype(self) -> dict[torch.dtype, list[nn.Parameter]]:
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self._parameters_in_order:
-            if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        return by_dtype
 
     def _bucket(self, dtype: torch.dtype, parts: Sequence[Tensor]) -> Tensor:
         """Memory for `parts`: that of the step before, unless one of them still lies in it."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import elasticgang as eg
+from elasticgang.errors import PeerLostError
 from elasticgang.gang import FakeGang
 from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.state.snapshot_server import SnapshotServer
@@ -288,6 +289,69 @@ def test_an_evaluation_after_the_backward_that_reduces_changes_nothing() -> None
 
     seen = gradients_of(manager, ddp, in_slot)
     assert [[each.item() for each in gradients] for gradients in seen] == [[12.0, 4.0]] * 3
+
+
+# TRAINABLE-1
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_parameter_may_be_frozen_and_unfrozen_later(options: dict[str, Any]) -> None:
+    """Each step without it leaves torch's wrapper to be made again, unless it finds unused ones."""
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    manager = eg.join(layout=eg.ParallelLayout())
+    ddp = eg.DistributedDataParallel(manager, module, bucket_cap_mb=1e-9, **options)
+    at_first = buckets(ddp)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optim = eg.Optimizer(manager, sgd)
+    manager.register_state(model=ddp, optim=optim)
+    moved = []
+    for step in manager.steps(5):
+        module[0].requires_grad_(step.index not in (1, 2))
+        before = [each.detach().clone() for each in module.parameters()]
+        with step:
+            for slot in eg.GlobalBatch(2, size=2, slot=1).slots(step):
+                with ddp.accumulate(last=slot.last):
+                    ddp(torch.full((1, 1), slot.number + 1.0)).sum().backward()
+            assert optim.step(weight=2.0)
+        assert buckets(ddp) == at_first
+        moved.append([not torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True)])
+    assert moved == [[index not in (1, 2)] * 2 + [True] * 2 for index in range(5)]
+
+
+# TRAINABLE-1
+@pytest.mark.parametrize("kind", [eg.DistributedDataParallel, eg.ShardedDataParallel])
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_a_parameter_that_required_no_gradient_must_not_do_so_later(
+    kind: type[eg.DistributedDataParallel] | type[eg.ShardedDataParallel], has_slots: bool
+) -> None:
+    """Other ranks would not reduce it, such as one that starts later."""
+    manager = eg.join(layout=eg.ParallelLayout())
+    module = nn.Linear(1, 1)
+    module.bias.requires_grad_(False)
+    model = kind(manager, module)
+    manager.register_state(model=model)
+    module.bias.requires_grad_(True)
+    with next(manager.steps(1)) as step:
+        with pytest.raises(eg.InvalidOperationError, match=r"bias requires gradients now"):
+            (model.accumulate(last=True).__enter__ if has_slots else step.contribute)()
+        module.bias.requires_grad_(False)
+        manager.commit(1.0, lambda total: None)
+
+
+# TRAINABLE-1
+def test_buckets_that_are_made_again_after_an_error_are_the_same_whatever_is_frozen() -> None:
+    manager = eg.join(layout=eg.ParallelLayout())
+    module = nn.Linear(1, 1)
+    module.bias.requires_grad_(False)
+    ddp = eg.DistributedDataParallel(manager, module)
+    manager.register_state(model=ddp)
+    for num_tries, step in enumerate(manager.steps(1)):
+        with step:
+            module.weight.requires_grad_(num_tries > 0)
+            module.bias.requires_grad_(num_tries == 0)
+            if num_tries == 0:
+                raise PeerLostError("a peer has died")
+            manager.commit(1.0, lambda total: None)
+        assert buckets(ddp) == [["weight"]]
+        assert (module.weight.requires_grad, module.bias.requires_grad) == (num_tries > 0, num_tries == 0)
 
 
 # SLOTS-1
