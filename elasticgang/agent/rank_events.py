@@ -110,13 +110,24 @@ class RankEvents:
                 rank.has_finished = finished
                 if not finished and (in_order or self._has_seat(rank.member)):
                     how, kind = ("leaves", "left") if in_order else ("left before the last step", "failed")
-                    reporter.caused(f"rank {rank.local_rank} {how}", kind, time.monotonic())
+                    cause = f"rank {rank.local_rank} {how}"
+                    reporter.caused(cause, kind, time.monotonic(), leaver=None if in_order else rank.member)
                 self._handle(MemberLeft(rank.member, finished, in_order, message["by_script"], message["num_steps"]))
             case "failed":
                 rank.failure = message
+                if not message["blameless"]:
+                    self._note_failure(rank)
                 self._handle(ScriptRaised(rank.member))
             case kind:
                 raise WireError(f"unknown kind {kind!r}")
+
+    def _note_failure(self, rank: RankProcess) -> None:
+        """Whichever comes first: that the script has raised, or that the rank has left its loop because of it."""
+        cause, reporter = f"rank {rank.local_rank} {_describe_failure(rank)}", self._changes.reporter
+        if self._has_seat(rank.member):
+            reporter.caused(cause, "failed", time.monotonic(), is_root=True, exiting=rank.member)
+        else:
+            reporter.raised(rank.member, cause)
 
     def on_exit_began(self, rank: RankProcess, began_at: float) -> None:
         if not self._lifecycle.state.takes_part(rank.member):
@@ -140,9 +151,9 @@ class RankEvents:
         elif status and not self._stopping.is_set() and not is_retired:
             self._output.write_line(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
         is_early = status == 0 and not (rank.has_finished or is_retired or rank.page.draining)
-        cause = f"rank {rank.local_rank} {describe_exit(status, is_early=is_early)}"
+        cause = f"rank {rank.local_rank} {_describe_failure(rank) or describe_exit(status, is_early=is_early)}"
         self._changes.incidents.exited(rank)
-        kind = "killed" if status < 0 else "failed"
+        kind = "killed" if status < 0 and failure is None else "failed"
         if self._has_seat(rank.member):
             self._changes.reporter.caused(cause, kind, died_at, is_root=True)
         self._changes.write(self._changes.reporter.exited(rank.member, cause, kind))
@@ -187,3 +198,8 @@ class RankEvents:
             self._output.write_line(f"elasticgang: rank {local_rank} failed:\n{traceback.rstrip()}")
         else:
             self._output.write_line(f"elasticgang: rank {local_rank} failed with the traceback of rank {first}")
+
+
+def _describe_failure(rank: RankProcess) -> str:
+    """What the rank's script has raised. Empty: nothing."""
+    return "" if rank.failure is None else f"raised {rank.failure['error']}"

@@ -27,6 +27,7 @@ from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS, device_fault
 from elasticgang.session.credentials import credentials_from_json
 
 _MAX_TRACEBACK = 1 << 16
+_MAX_ERROR = 200
 _HOLD_S = 1.0
 _NUMPY_WORDS = 624  # of the state of its generator
 _SHARED = frozenset({status_page.FILE_NAME, lease_module.FILE_NAME, sum_block.FILE_NAME})
@@ -160,5 +161,13 @@ def _send_failure(notices: socket.socket, exc: BaseException, fault: str | None)
         own = own.tb_next
     text = "".join(traceback.format_exception(type(exc), exc, own or frame))[-_MAX_TRACEBACK:]
     blameless = fault is None and isinstance(exc, GangError)
+    fields = {"traceback": text, "error": _error_line(exc), "blameless": blameless, "device_fault": fault}
     with contextlib.suppress(OSError):
-        notices.sendall(framing.pack("failed", traceback=text, blameless=blameless, device_fault=fault))
+        notices.sendall(framing.pack("failed", **fields))
+
+
+def _error_line(exc: BaseException) -> str:
+    """`ValueError: boom`: the first line of the message. Lone surrogates, which no log can write, are escaped."""
+    lines = "".join(traceback.format_exception_only(type(exc), exc)).splitlines()
+    line = next((line for line in lines if line and not line.startswith(" ")), type(exc).__name__)
+    return line[:_MAX_ERROR].encode("utf-8", "backslashreplace").decode()

@@ -45,7 +45,8 @@ class _RankTimeline:
 @dataclass
 class _Cause:
     """`kind`: one of `CAUSES`. `exiting`: the member whose exit it is, until that is complete. `is_effect`: a rank has
-    only noticed that the generation is over (CHANGE-3). `beside`: further causes (CHANGE-4)."""
+    only noticed that the generation is over (CHANGE-3). `beside`: further causes (CHANGE-4). `leaver`: the member that
+    has left before the last step."""
 
     text: str
     kind: str
@@ -54,6 +55,7 @@ class _Cause:
     exiting: str | None = None
     is_effect: bool = False
     beside: tuple[str, ...] = ()
+    leaver: str | None = None
 
     @property
     def may_be_beside(self) -> bool:
@@ -89,11 +91,13 @@ class ChangeReporter:
         is_root: bool = False,
         exiting: str | None = None,
         is_effect: bool = False,
+        leaver: str | None = None,
     ) -> None:
         """Why the present generation ends. The first cause counts, but a root cause (a death) replaces its effects (a
         lost peer). `kind`: one of `CAUSES`. `exiting`: the member that has begun to exit; `exited` follows.
-        `is_effect`: a rank has only noticed that the generation is over (CHANGE-3)."""
-        found, known = _Cause(cause, kind, at, is_root, exiting, is_effect), self._cause
+        `is_effect`: a rank has only noticed that the generation is over (CHANGE-3). `leaver`: the member that has left
+        before the last step; `raised` may follow."""
+        found, known = _Cause(cause, kind, at, is_root, exiting, is_effect, leaver=leaver), self._cause
         if known is None:
             self._cause = found
             return
@@ -105,6 +109,11 @@ class ChangeReporter:
             named = dict.fromkeys((*first.beside, other.text))
             first.beside = tuple(text for text in named if text != first.text)[:MAX_BESIDE]
         self._cause = first
+
+    def raised(self, member: str, cause: str) -> None:
+        """The script of `member` has raised: `cause` is why the member had left. `exited` follows."""
+        if self._change is not None and self._change.cause.leaver == member:
+            self._change.cause.text, self._change.cause.exiting = cause, member
 
     def exited(self, member: str, cause: str, kind: str) -> Iterator[dict[str, Any]]:
         """The exit of `member` is complete: `cause` and `kind` say how it ended."""

@@ -110,6 +110,9 @@ def _tell_incident(incident: Event) -> Iterator[str]:
         if lost["stack"]:
             yield f"  {name} hung; its stack, innermost frame first:"
             yield from (f"    {line.strip()}" for line in lost["stack"].splitlines())
+        if lost.get("traceback"):
+            yield f"  the last lines of the traceback of {name}:"
+            yield from (f"    | {line}" for line in lost["traceback"].splitlines()[-_NUM_LINES:])
         if lost["tail"]:
             yield f"  the last lines of {name}:"
             yield from (f"    | {line}" for line in lost["tail"][-_NUM_LINES:])

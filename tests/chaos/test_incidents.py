@@ -77,7 +77,10 @@ def test_a_failed_script_leaves_its_last_lines(tmp_path: Path) -> None:
     assert found["kind"] == "failed"
     assert lost["status"] == 1
     assert "OSError: [Errno 5] a disk of this machine" in lost["traceback"]
-    assert found["cause"] in explain(tmp_path, found["generation"])
+    assert found["cause"] == "rank 1 raised OSError: [Errno 5] a disk of this machine"
+    text = explain(tmp_path, found["generation"])
+    assert found["cause"] in text
+    assert "    | OSError: [Errno 5] a disk of this machine\n" in text
 
 
 # py-spy, where it is installed, names the class of a method too.

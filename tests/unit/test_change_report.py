@@ -29,6 +29,26 @@ def started() -> ChangeReporter:
     return changes
 
 
+# CHANGE-1
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_that_leaves_because_its_script_has_raised_is_reported_with_the_error(is_late: bool) -> None:
+    """Also if the others have agreed before the agent knows of the error."""
+    changes = started()
+    changes.caused("rank 1 left before the last step", "failed", 10.0, leaver="a1")
+    if not is_late:
+        changes.caused("rank 1 raised ValueError: boom", "failed", 10.01, is_root=True, exiting="a1")
+    assert list(changes.agreed(record_of(["a0", "a2"], 2), "a")) == []
+    changes.raised("a2", "rank 2 raised KeyError: not the cause")
+    if is_late:
+        changes.raised("a1", "rank 1 raised ValueError: boom")
+    for member in ("a0", "a2"):
+        enter(changes, member, 2, 10.03)
+        assert list(changes.committed(member, Attempt(2, 2), 10.2)) == [], "the exit is not complete"
+    (change,) = changes.exited("a1", "rank 1 raised ValueError: boom", "failed")
+    assert (change["cause"], change["kind"]) == ("rank 1 raised ValueError: boom", "failed")
+    assert change["began_at"] == 10.0
+
+
 # CHANGE-2
 def test_a_death_is_reported_with_its_cause_and_phases() -> None:
     changes = started()

@@ -106,7 +106,7 @@ def test_a_change_of_the_layout_is_told_also_when_nobody_was_lost() -> None:
     assert "moved between the ranks" not in text
 
 
-INCIDENT = {
+INCIDENT: dict[str, Any] = {
     "generation": 2,
     "lost": [
         {
@@ -131,6 +131,15 @@ def test_what_the_agent_has_left_about_a_change_is_told_with_it() -> None:
     assert "the last lines of rank 1 (process 11):\n    | line 10\n" in text
     assert "| line 9\n" not in text
     assert "of a process group:\n    root, dp: rank 0 8/7, rank 1 7/7\n    98765432: rank 2 5/5" in text
+
+
+def test_the_last_lines_of_the_traceback_of_a_lost_rank_are_told() -> None:
+    frames = "".join(f'  File "train.py", line {number}, in step\n' for number in range(20))
+    lost = {**INCIDENT["lost"][0], "stack": None, "tail": [], "traceback": f"{frames}ValueError: boom at 10\n"}
+    text = "\n".join(tell(LOSS, incident={2: {**INCIDENT, "lost": [lost]}}.get))
+    assert "  the last lines of the traceback of rank 1 (process 11):\n" in text
+    assert "line 19, in step\n    | ValueError: boom at 10\n" in text
+    assert "line 10, in step" not in text
 
 
 # -- the commands
