@@ -70,7 +70,7 @@ def capture(state: dict[str, Any], seated: Seated, number: int, num_holders: int
         elif number == 0 and not each.tensor.numel():
             blocks.append(_block(each, None))
     if number == 0:  # what forward changes may differ between holders, so all of it comes from one
-        blocks += [_block(each, None) for kind in SMALL for each in placed[kind]]
+        blocks += [_block(each, None) for kind in SMALL for each in placed[kind] if each.is_owner]
     blocks.sort(key=lambda each: -DTYPES[each[0].dtype][1])
     shard = Shard(seated.place, number, count, tuple(block for block, _ in blocks), None if number else objects)
     return Captured(shard, tuple(source for _, source in blocks))

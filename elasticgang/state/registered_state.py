@@ -230,7 +230,7 @@ class RegisteredState:
         for name, buffers in small["buffers"].items():
             present = self._named(name, self._modules[name].named_buffers())
             for key, value in buffers.items():
-                _check_alike(f"buffer {key!r} of {name!r}", value, present[key])
+                _check_alike(f"buffer {key!r} of {name!r}", value, local(present[key]))
         for name in small["others"]:
             self._others[name]
         for name, groups in small.get("settings", {}).items():
@@ -337,7 +337,7 @@ class RegisteredState:
             for name, buffers in small["buffers"].items():
                 present = self._named(name, self._modules[name].named_buffers())
                 for key, value in buffers.items():
-                    present[key].copy_(value)
+                    local(present[key]).copy_(local(value))
             for name, groups in small.get("settings", {}).items():  # no checkpoint has them here
                 for group, settings in zip(groups_of(self._optimizers[name]), groups, strict=False):
                     set_settings(group, settings)

@@ -17,6 +17,7 @@ from torch import Tensor
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import transport
 from elasticgang.state.digests import Digests
+from elasticgang.state.dtensor import locally
 from elasticgang.state.serialization import flatten
 from elasticgang.state.staging import Chunks
 from elasticgang.state.transport import Channel
@@ -27,11 +28,11 @@ Lend: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[dict[str, 
 
 
 def serve(
-    channel: Channel, attempt: Attempt, small: Any, large: Any, digests: Digests, written: Any, lend: Lend
+    channel: Channel, attempt: Attempt, small: dict[str, Any], large: Any, digests: Digests, written: Any, lend: Lend
 ) -> None:
     """Answer a `StripedFetch` until it closes the connection. `written`: a mark behind the last change of the state
     (PINNED-2). `lend`: lets the healer read the memory of these tensors, as `Lender`."""
-    small_spec, small_tensors = flatten(small)
+    small_spec, small_tensors = _flatten_small(small)
     spec, tensors = flatten(large)
     parts = Chunks(tensors, written)
 
@@ -49,11 +50,16 @@ def serve(
         _answer(channel, Chunks(small_tensors, written), parts, digests_of_all)
 
 
-def serve_small(channel: Channel, small: Any, written: Any) -> None:
+def serve_small(channel: Channel, small: dict[str, Any], written: Any) -> None:
     """As `serve`, to one that wants the small state alone."""
-    spec, tensors = flatten(small)
+    spec, tensors = _flatten_small(small)
     channel.send({"small": [spec, transport.shapes_of(tensors)]})
     _answer(channel, Chunks(tensors, written), Chunks([], written), list)
+
+
+def _flatten_small(small: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """As `flatten`, with the local parts of buffers that are DTensors."""
+    return flatten({**small, "buffers": locally(small["buffers"])})
 
 
 def _answer(channel: Channel, small_parts: Chunks, parts: Chunks, digests_of_all: Callable[[], list[str]]) -> None:

@@ -26,6 +26,7 @@ from elasticgang.checkpoint.saved_objects import ModelMismatch
 from elasticgang.errors import CheckpointError, NotSupportedError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state.dtensor import local
+from elasticgang.state.registered_state import RegisteredState
 from elasticgang.torch_private import forget_meshes
 from tests.integration.checkpoint_writer import commit_of, save_captured
 
@@ -209,6 +210,45 @@ def test_what_an_optimizer_keeps_of_one_element_is_sharded_as_it_was_saved(
         assert read["large"]["parameters"]["model"]["one"].tolist() == ([] if rank else [3.0])
         assert kept["exp_avg"].tolist() == ([] if rank else [3.0])
         assert before == 1 or kept["count"].tolist() == [3.0]
+
+
+# PLACED-1
+@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("before", [1, 2])
+def test_any_division_loads_buffers_that_another_has_saved(tmp_path: Path, before: int, after: int) -> None:
+    """DTensors, as `distribute_module` makes them of buffers: the first rank saves those that all have alike."""
+    for rank in reversed(range(before)):
+        captured = capture(registered_buffers(rank, before, 1.0).tree(), seat(rank, before), 0, 1)
+        assert captured is not None
+        commit = commit_of(10, [seat(each, before).place for each in range(before)], {"tp": before})
+        save_captured(tmp_path, captured, None if rank else commit)
+    (found,) = listing.scan(storage_at(tmp_path))
+    assert found.manifest is not None, found.problem
+    for rank in range(after):
+        registered = registered_buffers(rank, after, 0.0)
+        read, _ = read_state(found.folder, found.manifest, registered.tree(), seat(rank, after))
+        registered.load(read)
+        expected = registered_buffers(rank, after, 1.0).small(cloned=False)["buffers"]["model"]
+        for name, buffer in registered.small(cloned=False)["buffers"]["model"].items():
+            assert type(buffer) is type(expected[name])
+            assert torch.equal(local(buffer), local(expected[name]))
+
+
+def seat(rank: int, tp: int) -> Seated:
+    return Seated(eg.ParallelLayout(tp=tp), (0, 0, rank))
+
+
+def registered_buffers(rank: int, tp: int, scale: float) -> RegisteredState:
+    module = torch.nn.Module()
+    for name, tensor in WHOLE.items():
+        module.register_buffer(name, tensor * scale)
+        if tp > 1:
+            buffer = distribute_tensor(tensor * scale, mesh_of(rank, tp), [PLACEMENTS[name]], src_data_rank=None)
+            module.register_buffer(name, buffer)
+    registered = RegisteredState()
+    registered.register(model=module)
+    registered.keep_snapshot()
+    return registered
 
 
 # PLACED-1

@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import elasticgang as eg
 from elasticgang import testing
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import snapshot_server as keeper_module
 from elasticgang.state import staging, striped_fetch, transport
+from elasticgang.state.dtensor import local
 from elasticgang.state.serialization import flatten
 from elasticgang.state.snapshot_server import MAX_REQUEST_BYTES
 from elasticgang.state.transport import Channel
@@ -138,6 +141,34 @@ def test_tensors_that_share_memory_are_healed_each_by_itself(ranks: Ranks) -> No
     source.server.begin(AT)
     assert healer.server.heal([source.server.address], AT)
     assert same(healer.large(), source.large())
+
+
+@pytest.mark.usefixtures("no_default_group")
+def test_buffers_that_are_sharded_are_healed(ranks: Ranks) -> None:
+    """Also with the small state after forward, and when a dropped step restores them."""
+    mesh = eg.create_parallel_gangs(eg.FakeGang("cpu", size=2), tp_size=2).device_mesh("tp")
+    source, healer = ranks(3), ranks(1)
+    for rank, value in ((source, 5.0), (healer, 0.0)):
+        for name, placement in (("sharded", Shard(0)), ("replicated", Replicate())):
+            whole = torch.full((4,), value)
+            buffer = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+            rank.model.register_buffer(name, buffer)
+    source.server.begin(AT)
+    assert healer.server.heal([source.server.address], AT)
+    source.model.get_buffer("sharded").mul_(2)
+    source.server.forward_done()
+    load = healer.server.fetch_after([source.server.address], AT)
+    assert same(local_buffers(healer), {"sharded": [5.0] * 2, "replicated": [5.0] * 4})
+    assert load is not None
+    load()
+    assert same(local_buffers(healer), {"sharded": [10.0] * 2, "replicated": [5.0] * 4})
+    healer.server.restore()
+    assert same(local_buffers(healer), {"sharded": [5.0] * 2, "replicated": [5.0] * 4})
+
+
+def local_buffers(rank: Rank) -> dict[str, list[float]]:
+    """Of buffers that are DTensors."""
+    return {name: local(each).tolist() for name, each in rank.model.named_buffers() if isinstance(each, DTensor)}
 
 
 # RECEIVED-1
