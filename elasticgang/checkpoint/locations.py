@@ -15,6 +15,11 @@ def is_url(location: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(location)
 
 
+def absolute(location: str | os.PathLike[str]) -> str:
+    """The directory or URL `location`, whatever the working directory is later."""
+    return os.fspath(location) if is_url(location) else os.path.abspath(location)
+
+
 def check_lasting(location: str) -> None:
     """Raises NotSupportedError: what is saved there ends with the process that saves it."""
     if is_url(location) and location.partition("://")[0].rpartition("::")[2] == "memory":

@@ -10,6 +10,8 @@ SAVER-6  The committing writer waits for no share that will never come. A rank l
     under way, and its writer may fail; no message says so. Each vote counts the ranks that save: once the committing
     rank is the only one, all shares are written that will be, and it waits `ALONE_S` more: a shared file system may
     show a file so late. The save of the final state supersedes the one before.
+SAVER-7  A relative directory is that of the working directory at the start, for the rank and for its writer, which has
+    the working directory of a later time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any, Protocol, TypeAlias
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.capture import Captured, capture
 from elasticgang.checkpoint.loader import read_state
-from elasticgang.checkpoint.locations import storage_at
+from elasticgang.checkpoint.locations import absolute, storage_at
 from elasticgang.checkpoint.placed import Seated, place_name
 from elasticgang.checkpoint.plan import SavePlan, save_plan
 from elasticgang.checkpoint.saved_objects import ModelMismatch
@@ -89,9 +91,9 @@ class DurableCheckpoints:
             OperationalError: the directory cannot be written, or the URL cannot be listed.
             NotSupportedError: what fsspec needs for the URL is missing.
         """
-        self._storage: Storage = storage_at(location)
+        self._location, self.keep = absolute(location), keep  # SAVER-7
+        self._storage: Storage = storage_at(self._location)
         self._storage.prepare()
-        self._location, self.keep = os.fspath(location), keep
         self._schedule, self._server, self._on_saved, self._on_saving = schedule, server, on_saved, on_saving
         self._writer: WriterProcess | None = None
         self._save: _Save | None = None

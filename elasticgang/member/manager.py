@@ -282,8 +282,9 @@ class QuorumManager:
         every rank.
 
         `directory`: the same one on all hosts, or a URL of fsspec, such as `s3://bucket/run`; by default that of
-        `elasticgang run --checkpoint-dir`. `every_seconds`: the time from the beginning of one save to that of the
-        next; the next step then saves. `keep`: how many complete checkpoints are kept.
+        `elasticgang run --checkpoint-dir`. A relative one is that of the working directory at this call.
+        `every_seconds`: the time from the beginning of one save to that of the next; the next step then saves. `keep`:
+        how many complete checkpoints are kept.
 
         The state after the last step of `steps` is always saved: the loop ends once that is on the disk, or has failed.
 

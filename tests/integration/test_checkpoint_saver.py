@@ -53,6 +53,19 @@ def test_a_save_tells_how_far_it_is(tmp_path: Path) -> None:
     assert later == sorted(later)
 
 
+# SAVER-7
+def test_a_relative_directory_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rank = Rank("checkpoints")
+    rank.enter(("a0",))
+    (tmp_path / "later").mkdir()
+    monkeypatch.chdir(tmp_path / "later")
+    rank.save(10)
+    (found,) = listing.scan(storage_at(tmp_path / "checkpoints"))
+    assert Rank(tmp_path / "checkpoints").newest().attempt == found.attempt == rank.newest().attempt
+    assert os.listdir(tmp_path / "later") == []
+
+
 def test_two_ranks_save_what_one_loads(saved: Path) -> None:
     newest, older = listing.scan(storage_at(saved))
     assert (newest.attempt, older.attempt) == (Attempt(20, 1), Attempt(10, 1))
