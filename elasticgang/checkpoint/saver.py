@@ -410,7 +410,8 @@ class _Save(threading.Thread):
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
         self.plan, self.generation = plan, generation
-        self._captured, self._request, self._memory = captured, request, memory
+        self._captured: Captured | None = captured  # until it is copied: its sources may be of a former seat
+        self._num_bytes, self._request, self._memory = captured.shard.num_bytes, request, memory
         self._writer, self._server, self._on_saved, self._on_saving = writer, server, on_saved, on_saving
         self._written = server.registered.written
         self._cancelled = threading.Event()
@@ -461,9 +462,11 @@ class _Save(threading.Thread):
         try:
             try:
                 reached("checkpoint_copying")
+                assert self._captured is not None
                 memory = memoryview(self._memory)
                 is_copied = self._captured.copy_to(memory, self._cancelled.is_set, self._written)
             finally:
+                self._captured = None
                 self._server.give_back(self)  # SAVER-1
                 self.has_read.set()
             reached("checkpoint_copied")
@@ -487,4 +490,4 @@ class _Save(threading.Thread):
             self._on_saved(ref, path, outcome.num_bytes, duration_s)
 
     def _tell_written(self, num_bytes: int) -> None:
-        self._on_saving(num_bytes, self._captured.shard.num_bytes)
+        self._on_saving(num_bytes, self._num_bytes)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,22 @@ def test_a_relative_directory_is_that_of_the_start(tmp_path: Path, monkeypatch: 
     (found,) = listing.scan(storage_at(tmp_path / "checkpoints"))
     assert Rank(tmp_path / "checkpoints").newest().attempt == found.attempt == rank.newest().attempt
     assert os.listdir(tmp_path / "later") == []
+
+
+def test_a_save_keeps_nothing_alive_that_it_has_copied(tmp_path: Path) -> None:
+    """The state of a former seat goes when the objects of the seat do, also while its save is still written."""
+    rank = Rank(tmp_path)
+    rank.enter(("a0",))
+    with held_after_the_copy() as (copied, go_on):
+        rank.train(10).begin()
+        assert copied.wait(60)
+        kept = [weakref.ref(each.untyped_storage()) for each in rank.model.parameters()]
+        rank.server.unregister(["model", "optim", "counter"])
+        del rank.model, rank.optim
+        gc.collect()
+        assert [each() for each in kept] == [None] * len(kept)
+        go_on.set()
+        rank.close()
 
 
 def test_two_ranks_save_what_one_loads(saved: Path) -> None:
