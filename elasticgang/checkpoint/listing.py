@@ -110,6 +110,14 @@ def mark_corrupt(folder: Folder, reason: str) -> None:
     folder.put(_MARK, reason.encode())
 
 
+def is_marked(folder: Folder) -> bool:
+    """Whether the checkpoint is marked as corrupt, as far as that can be read."""
+    try:
+        return _read_mark(folder) is not None
+    except UnreadableError:
+        return False
+
+
 def _read_mark(folder: Folder) -> str | None:
     try:
         return folder.read(_MARK, 4 * _MAX_REASON).decode(errors="replace")[:_MAX_REASON]

@@ -3,7 +3,7 @@
 SAVEPLAN-1  The ranks that save compute the same plan from the record and the active members, without a message. The
     plan's name is the name of the directory, so that parts of two plans never meet.
 SAVEPLAN-2  The holders of a part of the state share its bytes. A member that drains writes only if all holders drain.
-SAVEPLAN-3  A checkpoint is deleted only after `keep` newer ones are complete.
+SAVEPLAN-3  A checkpoint is deleted only after `keep` newer ones are complete that are not marked as corrupt.
 """
 
 from __future__ import annotations
@@ -100,8 +100,11 @@ def attempt_in(directory: str) -> Attempt | None:
     return None if found is None else Attempt(int(found[1]), int(found[2]))
 
 
-def obsolete(saved: str, complete: Collection[str], incomplete: Collection[str], keep: int) -> list[str]:
-    """SAVEPLAN-3: directories to delete once `saved` is complete. Those of later attempts are left."""
+def obsolete(
+    saved: str, complete: Collection[str], incomplete: Collection[str], keep: int, corrupt: Collection[str] = ()
+) -> list[str]:
+    """SAVEPLAN-3: directories to delete once `saved` is complete. Those of later attempts are left. `corrupt`: those of
+    `complete` that are marked so."""
 
     def order(name: str) -> tuple[Attempt, bool, str]:
         attempt = attempt_in(name)
@@ -110,4 +113,6 @@ def obsolete(saved: str, complete: Collection[str], incomplete: Collection[str],
 
     until = order(saved)
     older = sorted((name for name in complete if order(name) <= until), key=order, reverse=True)
-    return [*older[keep:], *sorted(name for name in incomplete if order(name) < until)]
+    usable = [name for name in older if name not in corrupt]
+    passed = older[older.index(usable[keep - 1]) + 1 :] if len(usable) >= keep else []
+    return [*passed, *sorted(name for name in incomplete if order(name) < until)]

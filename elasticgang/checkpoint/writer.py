@@ -144,7 +144,8 @@ def _has_files(folder: Folder, manifest: Manifest) -> bool:
 
 def _remove_obsolete(storage: Storage, saved: str, keep: int) -> None:
     complete, incomplete = listing.names(storage)
-    _remove(storage, plan.obsolete(saved, complete, incomplete, keep))
+    corrupt = {name for name in complete if listing.is_marked(storage.folder(name))}
+    _remove(storage, plan.obsolete(saved, complete, incomplete, keep, corrupt))
 
 
 def _remove_incomplete(storage: Storage, request: dict[str, Any], *, has_failed: bool) -> bool:

@@ -138,6 +138,22 @@ def test_a_checkpoint_that_is_marked_is_not_used_again(tmp_path: Path) -> None:
     assert (found.manifest, found.problem) == (None, "model.w is corrupt")
 
 
+# SAVEPLAN-3
+def test_a_checkpoint_that_is_marked_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        for request, data in checkpoint_writer.requests(tmp_path, step):
+            if request["commit"] is not None:
+                request["commit"]["keep"] = 2
+            assert checkpoint_writer.save_share(request, data) == ""
+        if step == 20:
+            listing.mark_corrupt(storage_at(tmp_path).folder(checkpoint_writer.directory(20)), "model.w is corrupt")
+    assert [(found.attempt.step, found.problem) for found in listing.scan(storage_at(tmp_path))] == [
+        (30, ""),
+        (20, "model.w is corrupt"),
+        (10, ""),
+    ]
+
+
 def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
     checkpoint_writer.save(tmp_path, 10)
     (tmp_path / checkpoint_writer.directory(10)).rename(tmp_path / checkpoint_writer.directory(20))

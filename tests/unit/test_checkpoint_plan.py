@@ -125,3 +125,11 @@ def test_only_older_complete_checkpoints_and_older_remains_are_deleted() -> None
     assert obsolete(name(40), complete, [name(35), name(40, 1, 7), name(50)], 9) == [name(35), name(40, 1, 7)]
     assert obsolete(name(20), complete, [name(25)], 1) == [name(10)]  # those of later steps are another line's
     assert obsolete(name(100), [name(9), name(100)], [], 1) == [name(9)]
+
+
+# SAVEPLAN-3
+def test_a_checkpoint_that_is_corrupt_is_none_of_those_that_are_kept() -> None:
+    complete = [name(10), name(20), name(30), name(40), name(50)]
+    assert obsolete(name(50), complete, [], 2, {name(40)}) == [name(20), name(10)]
+    assert obsolete(name(50), complete, [], 2, {name(20), name(40)}) == [name(20), name(10)]
+    assert obsolete(name(50), complete, [name(45)], 3, {name(20), name(30), name(40)}) == [name(45)]
