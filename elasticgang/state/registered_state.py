@@ -337,7 +337,8 @@ class RegisteredState:
             for name, buffers in small["buffers"].items():
                 present = self._named(name, self._modules[name].named_buffers())
                 for key, value in buffers.items():
-                    local(present[key]).copy_(local(value))
+                    own = local(present[key])
+                    _once(own, own).copy_(_once(local(value), own))
             for name, groups in small.get("settings", {}).items():  # no checkpoint has them here
                 for group, settings in zip(groups_of(self._optimizers[name]), groups, strict=False):
                     set_settings(group, settings)
@@ -383,6 +384,14 @@ class RegisteredState:
             optimizer.load_state_dict(placed)
             _keep_dtypes(name, placed["state"], optimizer)
         writer.finish()
+
+
+def _once(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor` without the dimensions in which `like` is expanded: torch copies into no tensor that repeats memory."""
+    for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def is_extra_state(name: str) -> bool:

@@ -143,6 +143,19 @@ def test_tensors_that_share_memory_are_healed_each_by_itself(ranks: Ranks) -> No
     assert same(healer.large(), source.large())
 
 
+def test_a_buffer_that_is_expanded_is_healed(ranks: Ranks) -> None:
+    source, healer = ranks(3), ranks(1)
+    for rank, value in ((source, 5.0), (healer, 0.0)):
+        rank.model.register_buffer("mask", torch.full((3, 1), value).expand(3, 4))
+    source.server.begin(AT)
+    assert healer.server.heal([source.server.address], AT)
+    source.server.forward_done()
+    load = healer.server.fetch_after([source.server.address], AT)
+    assert load is not None
+    load()
+    assert healer.model.get_buffer("mask").tolist() == [[5.0] * 4] * 3
+
+
 @pytest.mark.usefixtures("no_default_group")
 def test_buffers_that_are_sharded_are_healed(ranks: Ranks) -> None:
     """Also with the small state after forward, and when a dropped step restores them."""

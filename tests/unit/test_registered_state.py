@@ -82,3 +82,17 @@ def test_what_an_optimizer_keeps_has_the_dtype_of_the_source() -> None:
 def test_an_optimizer_that_converts_what_it_loads_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with_optimizer(Copied).load(state_of(trained()))
     assert "load_state_dict of 'optim' has converted state to another dtype than torch.float32" in caplog.text
+
+
+@pytest.mark.parametrize("dropped", [True, False], ids=["a dropped step", "a heal"])
+def test_a_buffer_that_is_expanded_takes_its_values(dropped: bool) -> None:
+    module, registered = nn.Module(), RegisteredState()
+    mask = torch.arange(3.0).view(3, 1).expand(3, 4)
+    module.register_buffer("mask", mask)
+    registered.register(model=module)
+    registered.begin_step()
+    state = state_of(registered)
+    mask[:, :1] += 1
+    registered.restore() if dropped else registered.load(state)
+    assert mask.tolist() == [[float(row)] * 4 for row in range(3)]
+    assert mask.stride() == (1, 0)
