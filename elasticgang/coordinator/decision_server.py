@@ -17,6 +17,9 @@ SERVE-NEW      The state directory has no file of a job before its first decisio
 SERVE-KEYS     In office, agents of the newest record exchange the rendezvous keys of its generation until it is over.
                An agent without a seat in it may not put a key. Out of office, keys are dropped: agents send all of
                them again to a coordinator that takes office.
+SERVE-BEGIN    A connection is closed if its session has not begun `HANDSHAKE_S` after it was authenticated: the agent
+               has not sent its hello, or the decision that this names. One of an operator is closed then in any case.
+               Until then an agent may know a record, and an operator's word is refused.
 SERVE-LIMIT    An agent whose record is over the limit of a message (a state directory may hold one; NEXT-9) is refused,
                and so exits with the reason. Without a word it would open session after session.
 SERVE-LOG      Why a session of a job was closed is logged once for each host and reason.
@@ -62,7 +65,7 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import PROTOCOL, Record
 from elasticgang.protocol.rendezvous_keys import KeyExchange, RendezvousKeys
-from elasticgang.session.connection import Connection
+from elasticgang.session.connection import HANDSHAKE_S, Connection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.frames import Payload
 from elasticgang.session.handshake import AGENT, OPERATOR
@@ -129,6 +132,7 @@ class CoordinatorServer:
         self._jobs: dict[str, _Job] = {}
         self._ended: dict[str, tuple[bool, str]] = {}  # finished, or why it is lost (SERVE-FORGET)
         self._session_of: dict[Connection, tuple[_Job, int]] = {}
+        self._begins_by_s: dict[Connection, float] = {}  # SERVE-BEGIN
         self._num_sessions = 0
         self._writer = ThreadPoolExecutor(1, "state-directory")
         self._writes: set[asyncio.Task[None]] = set()
@@ -203,6 +207,7 @@ class CoordinatorServer:
         if identity.protocol != PROTOCOL:
             self._refuse(connection, identity.job, f"its protocol is {identity.protocol}, but the job's is {PROTOCOL}")
             return
+        self._begins_by_s[connection] = time.monotonic() + HANDSHAKE_S
         if identity.role == OPERATOR:
             return
         try:
@@ -244,6 +249,7 @@ class CoordinatorServer:
 
     def closed(self, connection: Connection, reason: str) -> None:
         found = self._session_of.pop(connection, None)
+        self._begins_by_s.pop(connection, None)
         if reason:
             self.listener.incidents.note(connection.peer.rsplit(":", 1)[0], reason)
         if found is not None:
@@ -300,6 +306,7 @@ class CoordinatorServer:
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        self._close_silent(time.monotonic())
         is_founding_due = self._options.founds and time.monotonic() >= self._founds_at_s
         for job in list(self._jobs.values()):
             self._handle(job, Ticked())
@@ -314,6 +321,15 @@ class CoordinatorServer:
             is_kept = self._options.directory is not None or state.decision is None
             if (is_kept or state.finished or state.unrecoverable) and self._is_abandoned(job):
                 self._forget(job)
+
+    def _close_silent(self, now_s: float) -> None:
+        """SERVE-BEGIN"""
+        for connection, begins_by_s in list(self._begins_by_s.items()):
+            found = self._session_of.get(connection)
+            if found is not None and found[1] in found[0].state.sessions:
+                del self._begins_by_s[connection]
+            elif now_s > begins_by_s:
+                connection.abort(f"its session had not begun after {HANDSHAKE_S:g} s")
 
     def _is_abandoned(self, job: _Job) -> bool:
         if job.connections or job.num_writes or job.events or job.state.is_deciding:

@@ -45,6 +45,8 @@ ABANDON  A job is abandoned once no agent has a session, and every agent of its 
          not in office. It may be forgotten: what is known of it is in the state directory, or with agents.
 NOTICE   While a proposal is undecided, each session is told why once, after the reason has held for `notice_s`: what an
          earlier session of the agent was told may not have arrived.
+NEWEST   An agent has one session here: the newest that it has opened. An older one is closed, whether it has begun or
+         the agent has yet to send the decision that its hello names.
 SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
          first process that has used it here.
 """
@@ -187,6 +189,7 @@ class CoordinatorState:
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
     _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes
+    _asked: dict[str, int] = field(default_factory=dict)  # by agent: the newest session that was put there
     _was_in_office: bool = False
     _finished_in: int = 0  # the newest generation in which an agent says that it has finished
     _first_report_s: float | None = None
@@ -424,6 +427,15 @@ class CoordinatorState:
                 CloseSession(number, f"a second process calls itself agent {hello.agent}"),
             ]
         other = self._session_of.get(hello.agent)
+        asked = self._asked.get(hello.agent, number)
+        waiting = self._unlearned.get(asked)
+        if waiting is not None and waiting.session > hello.session:
+            return [CloseSession(number, f"agent {hello.agent} has a newer session")]
+        if waiting is not None:  # NEWEST
+            out += [
+                *self._forget_session(asked),
+                CloseSession(asked, f"agent {hello.agent} has opened a newer session"),
+            ]
         if other is not None and other != number:
             if self.sessions[other].number > hello.session:
                 return [CloseSession(number, f"agent {hello.agent} has a newer session")]
@@ -433,7 +445,7 @@ class CoordinatorState:
             out += self._learn_term(hello.term)
         for ref in (hello.decision, hello.former_decision):
             if ref is not None and self._is_news(ref):
-                self._unlearned[number] = hello
+                self._unlearned[number], self._asked[hello.agent] = hello, number
                 return [*out, Send(number, RequestDecision(ref.digest))]
         known = None if hello.decision is None else RecordRef(hello.decision.generation, hello.decision.digest)
         self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, known)

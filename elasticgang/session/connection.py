@@ -3,7 +3,7 @@
 CONN-DEADLINE  Both ends close a connection whose handshake is not complete after `HANDSHAKE_S`. That is long: if a
                coordinator is slow because many come at once, one that gives up loses its place, and makes the
                coordinator slower.
-CONN-ALIVE     A client whose peer's kernel has not answered for `ALIVE_S` closes the connection: its host is down, or
+CONN-ALIVE     An end whose peer's kernel has not answered for `ALIVE_S` closes the connection: its host is down, or
                cut off. A process that answers late is not mistaken for that, but one that reads nothing for so long
                while much is sent to it is: the kernel counts a full window as no answer.
 CONN-NODELAY   Each message is sent at once. Otherwise the kernel would keep a small one back until the peer has
@@ -50,7 +50,9 @@ TURN_S = 0.01
 MAX_UNSENT_BYTES = 32 << 20
 
 _PROBES = 3
-_ALIVE = (  # CONN-ALIVE: probes while nothing is under way, and a deadline for what is sent and not acknowledged
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # CONN-NODELAY
+    # CONN-ALIVE: probes while nothing is under way, and a deadline for what is sent and not acknowledged
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ALIVE_S - _PROBES),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
@@ -161,7 +163,8 @@ class Connection(asyncio.Protocol):
             transport.abort()
             return
         if (sock := _tcp_socket(transport)) is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # CONN-NODELAY
+            for level, option, value in _OPTIONS:
+                sock.setsockopt(level, option, value)
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple) and len(peer) >= 2:
             self.peer = f"{peer[0]}:{peer[1]}"
@@ -339,12 +342,6 @@ class ClientConnection(Connection):
         self.identity = identity
         self._handshake = ClientHandshake(identity, secret, secrets.token_bytes(NONCE_BYTES))
         self._is_proved = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if (sock := _tcp_socket(transport)) is not None:
-            for level, option, value in _ALIVE:
-                sock.setsockopt(level, option, value)
-        super().connection_made(transport)
 
     def _lost_early(self) -> str:
         if self._tls is None and not self._has_data:

@@ -13,14 +13,18 @@ from typing import Any
 
 import pytest
 
+from elasticgang.coordinator import decision_server
 from elasticgang.coordinator.push_payloads import MIN_DELTA_BYTES
 from elasticgang.protocol import agent_events
 from elasticgang.protocol.coordinator_messages import (
+    DecisionRef,
     EndGeneration,
     Goodbye,
+    Granted,
     Hello,
     Notify,
     PeerMessage,
+    Term,
 )
 from elasticgang.protocol.record import Undecided
 from elasticgang.session import agent_client
@@ -28,9 +32,9 @@ from elasticgang.session import connection as connections
 from elasticgang.session.agent_client import RETRY_S, pause_s
 from elasticgang.session.connection import ServerConnection
 from elasticgang.session.credentials import Credentials
-from elasticgang.session.handshake import AGENT
+from elasticgang.session.handshake import AGENT, OPERATOR
 from elasticgang.session.secret import Secret
-from tests.chaos.attacked import Session
+from tests.chaos.attacked import Session, until_closed
 from tests.integration import led_jobs
 from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Agent, Job, found, play
 from tests.support import PROMPT_S
@@ -263,6 +267,30 @@ def test_the_operators_word_takes_office() -> None:
         job.add("b")
         job.server.grant("job")
         assert (await job.agents[0].next()).generation == 1
+
+    play(test, Job(founds=False))
+
+
+# SERVE-BEGIN
+@pytest.mark.parametrize(("role", "says_hello"), [(AGENT, False), (AGENT, True), (OPERATOR, False)])
+def test_a_session_that_does_not_begin_is_closed(monkeypatch: pytest.MonkeyPatch, role: str, says_hello: bool) -> None:
+    unknown = DecisionRef(Term(3, "another"), 7, "digest", False)
+
+    async def test(job: Job) -> None:
+        assert job.server is not None
+        a = job.add("a")
+        while (state := job.server.state_of("job")) is None or not state.sessions:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(decision_server, "HANDSHAKE_S", 0.3)
+        silent = await asyncio.to_thread(Session, job.port, CREDENTIALS.key, role, "job")
+        if says_hello:
+            silent.send(Hello("silent", "incarnation", 1, decision=unknown))  # and not the decision that it names
+        await asyncio.to_thread(until_closed, silent.sock)
+        while not job.log:
+            await asyncio.sleep(0.01)
+        assert job.log == ["closed a connection from 127.0.0.1: its session had not begun after 0.3 s"]
+        assert isinstance(job.server.grant("job"), Granted)
+        assert a.reasons == []
 
     play(test, Job(founds=False))
 

@@ -415,18 +415,20 @@ def test_both_ends_send_a_message_at_once() -> None:
 
 
 # CONN-ALIVE
-def test_a_clients_kernel_looks_whether_the_servers_host_is_up() -> None:
+def test_the_kernel_of_each_end_looks_whether_the_others_host_is_up() -> None:
     async def test(echo: Echo) -> None:
-        _, connection = await connect(echo)
-        transport = connection.transport
-        assert transport is not None
-        sock = transport.get_extra_info("socket")
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        idle, every, number, unacknowledged_ms = (
-            sock.getsockopt(socket.IPPROTO_TCP, option)
-            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
-        )
-        assert idle + every * number == unacknowledged_ms / 1000 == connections.ALIVE_S
+        client, connection = await connect(echo)
+        await client.is_open.wait()
+        (session,) = echo.sessions
+        for end in (connection, session):
+            assert end.transport is not None
+            sock = end.transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle, every, number, unacknowledged_ms = (
+                sock.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+            )
+            assert idle + every * number == unacknowledged_ms / 1000 == connections.ALIVE_S
         connection.close()
 
     serve(test)

@@ -74,6 +74,26 @@ def test_a_newer_decision_is_requested_and_ends_the_office() -> None:
     assert driver.state.in_office  # every agent of the record has promised
 
 
+# NEWEST
+def test_a_newer_session_closes_the_one_that_has_not_sent_its_decision() -> None:
+    other, _, _ = found()
+    decision = other.state.decision
+    assert decision is not None
+    driver, request = Driver(), m.RequestDecision(decision.record.digest)
+    assert driver.hear(1, m.Hello("a", "a", 1, decision=decision.ref)) == [m.Send(1, request)]
+    assert driver.hear(2, m.Hello("a", "a", 2, decision=decision.ref)) == [
+        m.CloseSession(1, "agent a has opened a newer session"),
+        m.Send(2, request),
+    ]
+    late = driver.hear(3, m.Hello("a", "a", 1, decision=decision.ref))
+    assert late == [m.CloseSession(3, "agent a has a newer session")]
+    assert driver.hear(1, m.KnownDecision(decision)) == []
+    driver.hear(2, m.KnownDecision(decision))
+    assert list(driver.state.sessions) == [2]
+    driver.do(m.SessionClosed(2))
+    assert driver.state.is_abandoned
+
+
 def test_a_silent_agent_is_lost_after_the_time_and_not_before() -> None:
     driver, a, b = found()
     for _ in range(24):
