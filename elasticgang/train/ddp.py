@@ -13,6 +13,8 @@ DDP-6  Only a forward inside `accumulate` prepares torch's reducer. It would sta
     backward of the first slot would then reduce.
 DDP-7  Nothing is added to a gradient whose reduction has begun: the sum over the ranks would lack it, and the ranks
     would differ. Backward then raises, or `accumulate` does. The version of a bucket counts what is added to it.
+DDP-8  After the buckets, the ranks sum for each parameter how many of them have a gradient. Where none has, it is None,
+    and no optimizer changes the parameter. The sums of slots count it themselves (SUM-3).
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -38,6 +40,7 @@ from elasticgang.member.manager import QuorumManager
 from elasticgang.torch_private import AllocatesVectors, rebuild_buckets, zeroed_buckets
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
+from elasticgang.train.slot_sum import counts_of
 from elasticgang.train.trainable import Trainable
 
 log = logging.getLogger("elasticgang")
@@ -45,10 +48,11 @@ log = logging.getLogger("elasticgang")
 
 @dataclass(frozen=True)
 class _Reduced:
-    """A bucket whose reduction has begun. `version`: of `buffer` at that time."""
+    """A bucket whose reduction has begun. `version`: of `buffer` at that time. `own`: the gradients of this rank."""
 
     parameters: list[Tensor]
     gradients: list[Tensor]
+    own: list[Tensor | None]
     buffer: Tensor
     version: int
 
@@ -104,7 +108,9 @@ class DistributedDataParallel(nn.Module):
 
         `find_unused_parameters`: in each forward, look for parameters that backward does not reach. Without it, a step
         in which the last backward leaves out parameters takes longer: torch's wrapper is rebuilt. With both this and
-        `keep` or `reduction="reproducible"`, the reduction starts after the last backward, not within it.
+        `keep` or `reduction="reproducible"`, the reduction starts after the last backward, not within it. With or
+        without it, a parameter that no slot's backward has reached has no gradient, and `optim.step` does not change
+        it.
 
         Raises:
             ValueError: `over` is neither "dp" nor "rdp", `reduction` is unknown, or a parameter is a DTensor, which
@@ -129,6 +135,7 @@ class DistributedDataParallel(nn.Module):
         self._finds_unused = find_unused_parameters
         self._pending: list[Work] = []
         self._reduced: list[_Reduced] = []  # one entry for each bucket
+        self._counts: Tensor | None = None  # DDP-8
         self._accumulates = False
         self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
         self._has_warned = False
@@ -208,14 +215,22 @@ class DistributedDataParallel(nn.Module):
         return done
 
     def _reduce(self, bucket: GradBucket) -> None:
-        index, gradients = len(self._reduced), bucket.gradients()
-        buffer = bucket.buffer()
-        self._reduced.append(_Reduced(bucket.parameters(), gradients, buffer, buffer._version))
+        index, buffer = len(self._reduced), bucket.buffer()
+        parameters, gradients = bucket.parameters(), bucket.gradients()
+        own = [None if each.grad is None else part for each, part in zip(parameters, gradients, strict=True)]
+        self._reduced.append(_Reduced(parameters, gradients, own, buffer, buffer._version))
         if self._of_slots is not None:
-            self._of_slots.reduce(index, gradients)
+            self._of_slots.reduce(index, own)
             return
         # `data` has a version of its own: the reduction is no late backward (DDP-7).
-        work = self._manager.reduction(self._over).all_reduce(buffer.data, ReduceOperation.SUM, async_op=True)
+        self._start(buffer.data)
+        if len(self._reduced) == len(self._parameters_of):  # DDP-8
+            own = [gradient for each in self._reduced for gradient in each.own]
+            self._counts = counts_of(own, torch.int32, buffer.device)
+            self._start(self._counts)
+
+    def _start(self, tensor: Tensor) -> None:
+        work = self._manager.reduction(self._over).all_reduce(tensor, ReduceOperation.SUM, async_op=True)
         assert work is not None
         self._pending.append(work)
 
@@ -255,13 +270,15 @@ class DistributedDataParallel(nn.Module):
             self._of_slots.finish()
             self._forget()
             return
-        for each in self._reduced:
-            for parameter, gradient in zip(each.parameters, each.gradients, strict=True):
-                parameter.grad = gradient
+        if self._counts is not None:
+            parameters = [parameter for each in self._reduced for parameter in each.parameters]
+            gradients = [gradient for each in self._reduced for gradient in each.gradients]
+            for parameter, gradient, count in zip(parameters, gradients, self._counts.tolist(), strict=True):
+                parameter.grad = gradient if count else None
         self._forget()
 
     def _forget(self) -> None:
-        self._pending, self._reduced, self._is_under_way = [], [], False
+        self._pending, self._reduced, self._counts, self._is_under_way = [], [], None, False
 
     def drop(self, *, rebuild: bool) -> None:
         for work in self._pending:

@@ -6,6 +6,8 @@ SHARDED-2  Every rank reduces equally many bytes in the same order; a learner co
     another's backward.
 SHARDED-3  Backward may leave the gradient of a DTensor with other placements than the parameter has, such as the
     partial sums of a split embedding. They are redistributed before the sum, because an apply must not communicate.
+SHARDED-4  Behind its parts, each rank sends which of them are gradients and not zeros. Where no rank has a gradient, it
+    is None, and no optimizer changes the parameter.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.state.dtensor import like, local, local_gradient
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
+from elasticgang.train.slot_sum import counts_of
 from elasticgang.train.trainable import Trainable
 from elasticgang.train.tree_reduce_scatter import TreeReduceScatter, check_is_sharded, check_layouts, install
 
@@ -111,7 +114,9 @@ class ShardedDataParallel(nn.Module):
             if self._of_slots is not None:
                 self._of_slots.reduce(index, [local_gradient(each) for each in parameters])  # SHARDED-3
                 continue
-            parts = [self._gradient(parameter).flatten() for parameter in parameters]
+            own = [local_gradient(parameter) for parameter in parameters]
+            parts = [_part(each, parameter).flatten() for each, parameter in zip(own, parameters, strict=True)]
+            parts.append(counts_of(own, dtype, parts[0].device))  # SHARDED-4
             flat = self._bucket(dtype, parts)
             torch.cat(parts, out=flat)
             work = self._manager.reduction("rdp").all_reduce(flat, ReduceOperation.SUM, async_op=True)
@@ -130,20 +135,15 @@ class ShardedDataParallel(nn.Module):
         self._buckets[dtype] = bucket
         return bucket
 
-    @staticmethod
-    def _gradient(parameter: nn.Parameter) -> Tensor:
-        """This rank's part (SHARDED-3)."""
-        gradient = local_gradient(parameter)
-        return torch.zeros_like(local(parameter)) if gradient is None else gradient
-
     def finish(self) -> None:
         if self._of_slots is not None:
             self._of_slots.finish()
         for flat, parameters, work in self._sums:
             work.wait()
-            parts = torch.split(flat, [local(parameter).numel() for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
-                parameter.grad = like(part.view(local(parameter).shape), parameter)
+            sizes = [local(parameter).numel() for parameter in parameters]
+            *parts, counts = torch.split(flat, [*sizes, len(parameters)])
+            for parameter, part, count in zip(parameters, parts, counts.tolist(), strict=True):
+                parameter.grad = like(part.view(local(parameter).shape), parameter) if count else None
         self._sums, self._has_contributed = [], False
 
     def drop(self, *, rebuild: bool) -> None:
@@ -172,3 +172,8 @@ class ShardedDataParallel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
+
+
+def _part(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    """This rank's part (SHARDED-3)."""
+    return torch.zeros_like(local(parameter)) if gradient is None else gradient

@@ -7,13 +7,15 @@ SUM-1  With `keeps`, no exchange changes the nodes of this rank. They stay after
     drops them.
 SUM-2  The last `num_loose` leaves of this rank are in no node, so that it can leave them out again: another rank of its
     replica group may not have finished them. `begin` puts those into nodes that all of them have.
+SUM-3  Behind the gradients, a vector counts for each of them the leaves that have it, and the counts are summed with
+    the gradients. So all ranks know which gradient no leaf has: it is None, and no optimizer changes its parameter.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -26,20 +28,39 @@ _PADDING = 64  # elements: so many ranks divide a vector into equal parts withou
 
 
 class Vector:
-    """Memory for gradients in the shapes of `like`, and their views."""
+    """Memory for gradients in the shapes of `like`, and their views; and for their counts (SUM-3)."""
 
     def __init__(self, flat: Tensor, like: Sequence[Tensor]) -> None:
         self.flat = flat
-        parts = torch.split(flat[: sum(map(Tensor.numel, like))], [each.numel() for each in like])
+        *parts, self._counts = torch.split(flat[: length_of(like)], [*(each.numel() for each in like), len(like)])
         self.views = [_as(part, each) for part, each in zip(parts, like, strict=True)]
 
-    def set(self, gradients: Iterable[Tensor | None]) -> None:
+    def set(self, gradients: Sequence[Tensor | None]) -> None:
         for view, gradient in zip(self.views, gradients, strict=True):
             _ = view.zero_() if gradient is None else view.copy_(gradient)
+        self._counts.copy_(self._counts_of(gradients))
 
-    def add(self, gradients: Iterable[Tensor | None]) -> None:
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
         for view, gradient in zip(self.views, gradients, strict=True):
             view.add_(0.0 if gradient is None else gradient)  # REPRODUCIBLE-1: both make 0.0 of -0.0
+        self._counts.add_(self._counts_of(gradients))
+
+    def _counts_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        return counts_of(gradients, self.flat.dtype, self.flat.device)
+
+    def gradients(self) -> list[Tensor | None]:
+        """SUM-3. Waits for the device."""
+        return [view if count else None for view, count in zip(self.views, self._counts.tolist(), strict=True)]
+
+
+def counts_of(gradients: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1 for each gradient, and 0 for each None."""
+    return torch.tensor([gradient is not None for gradient in gradients], dtype=dtype, device=device)
+
+
+def length_of(like: Sequence[Tensor]) -> int:
+    """The elements of a vector for gradients in the shapes of `like`."""
+    return sum(map(Tensor.numel, like)) + len(like)
 
 
 def _as(flat: Tensor, like: Tensor) -> Tensor:
@@ -64,7 +85,7 @@ class SlotSum(ABC, Generic[Node]):
     ) -> None:
         self._like, self._empty, self._keeps = [each.detach() for each in like], empty, keeps
         self._num_loose = num_loose
-        self._num = sum(map(Tensor.numel, like))
+        self._num = length_of(like)
         self._free: list[Vector] = []
         self._result: Vector | None = None  # the gradients lie in it until the next `begin`
         self._nodes: dict[Node, Vector] = {}
@@ -173,12 +194,13 @@ class SlotSum(ABC, Generic[Node]):
     def gather(self, gang: Gang) -> None:
         """Go on with the reduction. All ranks call it in the same order of sums."""
 
-    def finish(self) -> list[Tensor] | None:
-        """Wait for the reduction. Returns the gradients; None if no rank has slots, or the gang is poisoned."""
+    def finish(self) -> list[Tensor | None] | None:
+        """Wait for the reduction. Returns the gradients, and None for those that no leaf has (SUM-3); None instead of
+        all if no rank has slots, or the gang is poisoned."""
         result, is_alone = self._result, not self._works
         is_whole = self._wait() or is_alone
         self._end()
-        return result.views if result is not None and is_whole else None
+        return result.gradients() if result is not None and is_whole else None
 
     def _wait(self) -> bool:
         """Wait for the exchange under way. False: the gang is poisoned, or none is under way."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import elasticgang as eg
+from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.work import Work
 from elasticgang.errors import PeerLostError
 from elasticgang.gang import FakeGang
 from elasticgang.member.local_rendezvous import LocalRendezvous
@@ -110,8 +112,10 @@ def grad_of(parameter: Tensor) -> Tensor:
     return parameter.grad.clone()
 
 
-def tree_of_seven(gradients: list[Tensor | None], like: Tensor) -> Tensor:
-    """The sum along the tree of `test_summation_tree.py`, written out."""
+def tree_of_seven(gradients: list[Tensor | None], like: Tensor) -> Tensor | None:
+    """The sum along the tree of `test_summation_tree.py`, written out. None if no slot has a gradient."""
+    if all(each is None for each in gradients):
+        return None
     a, b, c, d, e, f, g = (torch.zeros_like(like) if each is None else each for each in gradients)
     return (((a + b) + (c + d)) + (e + f)) + g
 
@@ -128,8 +132,8 @@ def test_the_reproducible_gradient_is_the_sum_along_the_tree(options: dict[str, 
     data = torch.randn(70, 300)
     uses_all = [True, False, False, True, False, True, False]
 
-    def see(seen: list[list[Tensor]], total: float) -> None:
-        seen.append([grad_of(each) for each in module.parameters()])
+    def see(seen: list[list[Tensor | None]], total: float) -> None:
+        seen.append([None if each.grad is None else each.grad.clone() for each in module.parameters()])
 
     for step in manager.steps(2):
         expected: list[list[Tensor | None]] = [[] for _ in reference.parameters()]
@@ -143,11 +147,14 @@ def test_the_reproducible_gradient_is_the_sum_along_the_tree(options: dict[str, 
                 for sums, parameter in zip(expected, reference.parameters(), strict=True):
                     sums.append(parameter.grad)
                     parameter.grad = None
-            seen: list[list[Tensor]] = []
+            seen: list[list[Tensor | None]] = []
             # The parameters keep their gradients.
             assert manager.commit(1.0, functools.partial(see, seen))
         for gradient, sums, parameter in zip(seen[0], expected, module.parameters(), strict=True):
-            assert torch.equal(gradient, tree_of_seven(sums, parameter))
+            total = tree_of_seven(sums, parameter)
+            assert (gradient is total is None) or (
+                gradient is not None and total is not None and torch.equal(gradient, total)
+            )
 
 
 def test_two_backwards_of_a_slot_are_one_gradient_and_a_slot_may_have_none() -> None:
@@ -352,6 +359,91 @@ def test_buckets_that_are_made_again_after_an_error_are_the_same_whatever_is_fro
             manager.commit(1.0, lambda total: None)
         assert buckets(ddp) == [["weight"]]
         assert (module.weight.requires_grad, module.bias.requires_grad) == (num_tries > 0, num_tries == 0)
+
+
+class Heads(nn.Module):
+    """Uses a head for each row, and one for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
+        self.trunk = nn.Linear(1, 1)
+
+    def biases(self) -> list[Tensor]:
+        return [parameter for name, parameter in self.heads.named_parameters() if name.endswith("bias")]
+
+    def forward(self, heads: list[int]) -> Tensor:
+        return torch.stack([self.heads[head](self.trunk(torch.ones(1))) for head in heads])
+
+
+# DDP-8, SHARDED-4, SUM-3
+@pytest.mark.parametrize("options", [*OPTIONS, {"is_sharded": True}, {"is_sharded": True, "keep": True}], ids=str)
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_an_optimizer_changes_what_a_slot_has_used_and_nothing_else(
+    options: dict[str, Any], max_norm: float | None
+) -> None:
+    """As with torch's wrapper: weight decay and momentum would change others too."""
+    options = dict(options)
+    wrap = eg.ShardedDataParallel if options.pop("is_sharded", False) else eg.DistributedDataParallel
+    manager = eg.join(layout=eg.ParallelLayout())
+    module, reference = Heads(), Heads()
+    model = wrap(manager, module, **options)
+    optim = eg.Optimizer(manager, torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1))
+    manager.register_state(model=model, optim=optim)
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.1)
+    for step in manager.steps(6):
+        for each in (module, reference):
+            each.heads[2].requires_grad_(step.index != 4)
+        used = {0: [[0], [1, 2]], 1: [[2], [0]]}.get(step.index, [[2, 1], [1]])  # by each slot
+        with step:
+            for slot in eg.GlobalBatch(2, size=2, slot=1).slots(step):
+                with model.accumulate(last=slot.last):
+                    model(used[slot.number]).square().sum().backward()
+                (reference(used[slot.number]).square().sum() / 2).backward()
+            assert optim.step(weight=2.0, max_norm=max_norm)
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        plain.step()
+        plain.zero_grad()
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(module.heads[3].parameters(), Heads().heads[3].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class WithAPeer(FakeGang):
+    """Another rank has a gradient of ones for every parameter."""
+
+    def _start(self, collective: Collective) -> Work:
+        for output in collective.outputs:
+            output.add_(1)
+        return Work()
+
+
+# DDP-8, SHARDED-4, SUM-3
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"keep": True}, {"is_sharded": True}], ids=str
+)
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_a_rank_has_the_gradients_that_only_others_have(
+    options: dict[str, Any], has_slots: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dict(options)
+    wrap = eg.ShardedDataParallel if options.pop("is_sharded", False) else eg.DistributedDataParallel
+    manager = eg.join(layout=eg.ParallelLayout())
+    monkeypatch.setattr(manager, "reduction", lambda family: WithAPeer(CPU, size=2))
+    module = Heads()
+    model = wrap(manager, module, **options)
+    manager.register_state(model=model)
+    seen: list[list[float]] = []
+    with next(manager.steps(1)) as step:
+        for slot in eg.GlobalBatch(1, size=1, slot=1).slots(step):
+            if has_slots:
+                with model.accumulate(last=slot.last):
+                    model([1]).sum().backward()
+        assert manager.commit(1.0, lambda total: seen.append([grad_of(each).item() for each in module.biases()]))
+    assert seen == [[1.0, 2.0 if has_slots else 1.0, 1.0, 1.0]]
 
 
 # SLOTS-1

@@ -37,9 +37,16 @@ def reduce(total: ReproducibleSum | PlainSum) -> None:
     total.gather(FakeGang(CPU))
 
 
-def check_whole(total: ReproducibleSum | PlainSum) -> None:
-    found = total.finish()
+def whole(found: list[Tensor | None] | None) -> list[Tensor]:
+    """All gradients: each has a leaf."""
     assert found is not None
+    present = [each for each in found if each is not None]
+    assert len(present) == len(found)
+    return present
+
+
+def check_whole(total: ReproducibleSum | PlainSum) -> None:
+    found = whole(total.finish())
     expected = float(2**NUM_LEAVES - 1)
     assert [set(each.flatten().tolist()) for each in found] == [{expected}, {-expected}]
 
@@ -66,6 +73,31 @@ def test_loose_leaves_can_be_left_out_again(kind: Kind, num_loose: int, num_more
     check_whole(total)
 
 
+# SUM-3
+@KINDS
+@pytest.mark.parametrize("num_loose", [0, 2])
+@pytest.mark.parametrize("num_kept", [0, 2, 4])
+def test_a_gradient_that_no_leaf_has_is_none(kind: Kind, num_loose: int, num_kept: int) -> None:
+    """Whether or not the leaves that have it are kept."""
+    total = sum_of(kind, num_loose)
+    total.begin([range(NUM_LEAVES)], 0)
+    for leaf in range(5):
+        total.add(leaf, [gradient_of(leaf)[0], gradient_of(leaf)[1] if leaf == 3 else None])
+    total.drop()
+
+    total.begin([range(NUM_LEAVES)], 0, range(num_kept))
+    kept = sorted(total.firm)
+    for leaf in range(len(kept), NUM_LEAVES):
+        total.add(leaf, [gradient_of(leaf)[0], None])
+    reduce(total)
+    found = total.finish()
+    assert found is not None
+    first, second = found
+    assert first is not None
+    assert set(first.flatten().tolist()) == {float(2**NUM_LEAVES - 1)}
+    assert second is None if 3 not in kept else second is not None and set(second.tolist()) == {-8.0}
+
+
 # SUM-1
 @KINDS
 @pytest.mark.parametrize("num_loose", [0, 1, 2])
@@ -75,8 +107,7 @@ def test_a_reduction_changes_no_leaf_that_stays(kind: Kind, num_loose: int) -> N
     compute(total, range(NUM_LEAVES))
     for _ in range(3):
         reduce(total)
-        found = total.finish()
-        assert found is not None
+        found = whole(total.finish())
         found[0].zero_()  # as the optimizer divides them
         total.begin([range(NUM_LEAVES)], 0, range(NUM_LEAVES))
     reduce(total)
