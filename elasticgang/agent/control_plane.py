@@ -242,8 +242,10 @@ class ControlPlane:
                 f"coordinator of elasticgang, or its host is overloaded{why}"
             )
         if self._client.has_connected:
-            same = "" if self._credentials.secret is None else " with the same secret"
-            return f"what answers at {self.coordinator} is not a coordinator of elasticgang{same}{why}"
+            what = f"what answers at {self.coordinator} is not a coordinator of elasticgang"
+            if missing := self._credentials.missing:
+                return f"{what} that takes agents without a secret: does it need {missing}? ({self._reason})"
+            return f"{what} with the same secret{why}"
         return f"cannot reach the coordinator at {self.coordinator} within {self._limits.connect:g} s{why}"
 
     async def _watch(self) -> None:

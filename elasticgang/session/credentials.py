@@ -34,6 +34,13 @@ class Credentials:
         """The key of the session handshake; empty without a secret."""
         return b"" if self.secret is None else self.secret.reveal()
 
+    @property
+    def missing(self) -> str:
+        """The options of a secret that these lack, and that a coordinator which refuses them may need. Empty: none."""
+        if self.secret is not None:
+            return ""
+        return "--secret-file" if self.tls is not None else "--secret-file or --tls-cert"
+
     def is_open_at(self, host: str) -> bool:
         """Whether unauthenticated peers could connect at `host`. Raises OSError or UnicodeError: `host` cannot be
         resolved."""

@@ -15,11 +15,16 @@ from elasticgang.session.messages import decode_for_operator, encode
 
 
 class _Operator:
-    def __init__(self) -> None:
+    """`missing`: as of `Credentials`."""
+
+    def __init__(self, missing: str) -> None:
+        self._missing = missing
+        self._is_open = False
         self.answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.has_ended = asyncio.Event()
 
     def opened(self, connection: Connection) -> None:
+        self._is_open = True
         connection.send(encode(GrantOffice()))
 
     def received(self, connection: Connection, payload: bytes) -> None:
@@ -29,7 +34,10 @@ class _Operator:
 
     def closed(self, connection: Connection, reason: str) -> None:
         self.has_ended.set()
-        self._set(OperationalError(f"the session ended: {reason or 'the coordinator closed it'}"))
+        why = f"the session ended: {reason or 'the coordinator closed it'}"
+        if self._missing and not self._is_open:
+            why = f"it takes no operator without a secret: does it need {self._missing}? ({why})"
+        self._set(OperationalError(why))
 
     def _set(self, answer: str | OperationalError) -> None:
         if self.answer.done():
@@ -46,7 +54,7 @@ async def grant(host: str, port: int, job: str, credentials: Credentials, timeou
     Raises:
         OperationalError: the coordinator did not answer within `timeout_s`, or it refuses.
     """
-    operator = _Operator()
+    operator = _Operator(credentials.missing)
     connection = client_of(operator, Identity(job, OPERATOR, PROTOCOL), credentials, host)
     where, is_connected = f"the coordinator at {host}:{port}", False
     try:

@@ -8,15 +8,20 @@ import socket
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elasticgang.agent.control_plane import ControlPlane, Limits
 from elasticgang.coordinator import decision_server
 from elasticgang.errors import OperationalError
 from elasticgang.launch import cli
+from elasticgang.process.lease import Lease
 from elasticgang.protocol import agent_events
+from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import (
+    JOB_TIMEOUTS,
     ConnectionRefused,
     Finished,
     Goodbye,
@@ -25,6 +30,7 @@ from elasticgang.protocol.coordinator_messages import (
     Notify,
 )
 from elasticgang.protocol.record import PROTOCOL
+from elasticgang.protocol.restarts import Restarts
 from elasticgang.session.addresses import failure_of
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.connection import ClientConnection, Connection
@@ -139,6 +145,37 @@ def test_an_abandoned_job_makes_room_and_a_living_one_does_not(monkeypatch: pyte
 
 async def word(job: Job, name: str = "job", credentials: Credentials = CREDENTIALS) -> str:
     return await grant("127.0.0.1", job.port, name, credentials, DEADLINE_S)
+
+
+def test_an_operator_without_the_secret_is_told_of_the_option() -> None:
+    async def test(job: Job) -> None:
+        with pytest.raises(OperationalError, match=r"without a secret: does it need --secret-file or --tls-cert\?"):
+            await word(job, credentials=Credentials())
+        with pytest.raises(OperationalError, match="the session ended"):
+            await word(job, credentials=Credentials(Secret(b"fedcba9876543210")))
+
+    play(test, Job())
+
+
+def test_an_agent_without_the_secret_is_told_of_the_option() -> None:
+    async def why_unreached(job: Job, credentials: Credentials) -> str:
+        callbacks: Any = SimpleNamespace(state=AgentState("a", "127.0.0.1", "job", Restarts(0), num_ranks=1))
+        limits = Limits(connect=2.0, reconnect=2.0)
+        coordinator = f"127.0.0.1:{job.port}"
+        plane = ControlPlane(callbacks, coordinator, "job", credentials, limits, JOB_TIMEOUTS, Lease.create())
+        with pytest.raises(OperationalError) as raised:
+            await plane.open()
+        await plane.leave("")
+        return str(raised.value)
+
+    async def test(job: Job) -> None:
+        what = f"what answers at 127.0.0.1:{job.port} is not a coordinator of elasticgang "
+        without = await why_unreached(job, Credentials())
+        assert without.startswith(f"{what}that takes agents without a secret: does it need --secret-file or --tls-cert")
+        other = await why_unreached(job, Credentials(Secret(b"fedcba9876543210")))
+        assert other.startswith(f"{what}with the same secret: ")
+
+    play(test, Job())
 
 
 def test_a_word_that_is_refused_leaves_no_open_connection(monkeypatch: pytest.MonkeyPatch) -> None:
