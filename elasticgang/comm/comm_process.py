@@ -11,6 +11,8 @@ COMM-5  Callbacks of futures may block. They run on threads of the reply reader,
 COMM-6  A process that `kill` halts runs no code any more (STOP-1), but keeps its connections and its memory until it is
     killed: by `end_halted`, `close`, or after `HALTED_S`; with its parent, or with its rank's process group. Peers
     that have no other notice learn of the end only then. One that uses a device is not halted: the device goes on.
+COMM-7  The process belongs to the process that started it. A forked child closes its copies of the descriptors. There,
+    pending works have failed, calls that end the process do nothing, and others raise InvalidOperationError.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +43,14 @@ from elasticgang.comm.reply_reader import ReplyReader
 from elasticgang.comm.staging import Staging
 from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import MAX_FDS, RUN, RUN_MARK, encoded
-from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
+from elasticgang.errors import (
+    CollectiveTimeoutError,
+    GangError,
+    InvalidOperationError,
+    OperationalError,
+    PeerLostError,
+    StaleGenerationError,
+)
 from elasticgang.process.death_watch import wait_writes_nothing
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.process.status_page import CommBlock, StatusPage
@@ -78,6 +88,7 @@ class CommProcess:
 
     target = "elasticgang.comm.worker:main"
     uses_device = False  # its works may go on there until the process is gone
+    _is_inherited = False  # COMM-7: this is a forked child
 
     def __init__(
         self,
@@ -157,6 +168,20 @@ class CommProcess:
         self.pid, self._pidfd = spawned.pid, spawned.pidfd
         self._reply_reader = ReplyReader(self._sock, self._pidfd, self._bell, self, f"comm-{self.pid}")
         self._reply_reader.start()
+        _all.add(self)
+
+    def _disown(self) -> None:
+        """COMM-7. Runs in a forked child, which has no other thread: one of the parent may hold a lock."""
+        self._lock, self._send_lock, self._add_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._replied = threading.Condition(self._lock)
+        self._is_inherited = self._ended = self._is_fenced = self._is_reaped = self._is_gone = True
+        self._halts, self.block = False, None
+        descriptors, self._pidfd, self._bell = [self._sock.detach(), self._pidfd, self._bell], -1, -1
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):  # -1: it was closed before the fork
+                os.close(descriptor)
+        for work in self._works.values():  # kept, with their tensors
+            work.abandon(_not_own())
 
     def _page_fds(self) -> list[int]:
         return [] if self._page is None or self._page.fd is None or self.block is None else [self._page.fd]
@@ -235,7 +260,7 @@ class CommProcess:
 
     def remove_group(self, name: str) -> None:
         """Remove a group without pending works. Does nothing if the process has ended."""
-        with contextlib.suppress(PeerLostError):
+        with contextlib.suppress(PeerLostError, InvalidOperationError):
             self._send({"kind": "remove", "name": name})
 
     def close_groups(self, timeout: float) -> None:
@@ -260,7 +285,13 @@ class CommProcess:
         fail: Callable[[GangError], None] | None = None,
     ) -> CommWork:
         """Start a checked collective on `group`. `timeout`: seconds, if the collective has none; None for the
-        process's. `fail`: see `CommWork`. Never raises GangError: the returned work has failed instead."""
+        process's. `fail`: see `CommWork`. Never raises GangError: the returned work has failed instead.
+
+        Raises:
+            InvalidOperationError: this is a forked child (COMM-7).
+        """
+        if self._is_inherited:
+            raise _not_own()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # later calls reuse the tensors that this one makes
                 return self.submit(group, collective, timeout, fail)
@@ -342,6 +373,8 @@ class CommProcess:
         """Kill the process without waiting for its death. Then the reply reader's server fails every work with `error`.
         No further work is accepted. Idempotent; any thread may call it; never blocks. `halt`: stop it now, and kill it
         later (COMM-6)."""
+        if self._is_inherited:
+            return
         with self._replied:
             first, self._ended = not self._ended, True
             if first:
@@ -378,6 +411,8 @@ class CommProcess:
             OperationalError: the process has not ended in time. The rank must exit, because the process may still
                 write to its memory (RULE-3).
         """
+        if self._is_inherited:
+            return
         self.kill(error)  # COMM-2
         if self._reply_reader.is_served_here:
             self.fence()
@@ -465,6 +500,8 @@ class CommProcess:
         return [self._sock.fileno(), self._pidfd, self._bell]
 
     def _send(self, message: dict[str, Any]) -> None:
+        if self._is_inherited:
+            raise _not_own()
         try:
             self._sock.send(json.dumps(message).encode())
         except OSError as exc:
@@ -576,6 +613,22 @@ class CommProcess:
 
     def _on_death(self, error: GangError) -> None:
         """Called when the process is fenced, before its works fail with `error`."""
+
+
+_all: weakref.WeakSet[CommProcess] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for comm in list(_all):
+        comm._disown()
+    _all.clear()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def _not_own() -> InvalidOperationError:
+    return InvalidOperationError("the comm process belongs to the parent of this process; make another group here")
 
 
 def translated(what: str, reason: str) -> GangError:

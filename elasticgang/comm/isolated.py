@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,7 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
 
     backend = "gloo"
     _timeout: float
+    _owner = 0  # the pid of the process that made the group (COMM-7)
 
     def __init__(self, timeout: float | timedelta = 60.0, *, reuse: bool = True) -> None:
         """`timeout`: seconds, or a timedelta, for `configure` and for each collective. `reuse=False`: start a new
@@ -84,6 +86,7 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
         self._rank, self._size = 0, 1
         self._closed = False
         self._groups = GroupSet(self._starter(), reuse=reuse)
+        self._owner = os.getpid()
 
     def _starter(self) -> Callable[[], ProcessFuture[CommProcess]]:
         return local_launcher().start
@@ -113,6 +116,7 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
 
         Raises:
             ValueError: an argument is invalid. Nothing has changed.
+            InvalidOperationError: this is a forked child of the process that made the group. Nothing has changed.
             GangError: a peer did not connect (`CollectiveTimeoutError`), or failed. The group is not configured.
         """
         address, _, prefix = store_addr.partition("/")
@@ -121,6 +125,10 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
         if world_size < 1 or not 0 <= rank < world_size:
             raise ValueError(
                 f"`rank` must be at least 0 and less than `world_size` ({world_size}), but is {rank} instead."
+            )
+        if self._owner != os.getpid():
+            raise InvalidOperationError(
+                "the process group belongs to the parent of this process; make another one here"
             )
         self._groups.leave()
         self._rank, self._size = rank, world_size
@@ -152,7 +160,8 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
     def shutdown(self) -> None:
         """End all comm processes. Later calls raise `ClosedError` until the next `configure`. Idempotent."""
         self._closed = True
-        self._groups.close()
+        if self._owner == os.getpid():
+            self._groups.close()
 
     def errored(self) -> Exception | None:
         """The error that ended the present configuration; None without one."""
@@ -196,8 +205,9 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
 
     def __del__(self) -> None:
         """Close the comm processes, on another thread, because the garbage collector may run at any point of any
-        thread. When the interpreter exits, do nothing: the processes exit with this one, and new threads do not run."""
-        if sys.is_finalizing():
+        thread. When the interpreter exits, do nothing: the processes exit with this one, and new threads do not run.
+        Nor in a forked child (COMM-7)."""
+        if sys.is_finalizing() or self._owner != os.getpid():
             return
         groups = getattr(self, "_groups", None)
         if groups is not None and not self._closed:

@@ -83,6 +83,7 @@ _shared = _Shared()
 
 def _forget_parents() -> None:
     global _shared
+    _shared._lock = threading.Lock()  # the parent's groups have it, and another thread may have held it at the fork
     _shared = _Shared()
 
 

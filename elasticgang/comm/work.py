@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elasticgang.collectives.work import Work
 from elasticgang.comm import deadlines
-from elasticgang.errors import CollectiveTimeoutError, GangError
+from elasticgang.errors import CollectiveTimeoutError, GangError, InvalidOperationError
 
 
 class Awaiting(Protocol):
@@ -43,7 +43,7 @@ class CommWork(Work):
         self._timeout = timeout
         self.staged: list[Any] = []  # the outputs first; inputs too, whose memory may be shared
         self.is_sent = False
-        self.error: GangError | None = None
+        self.error: GangError | InvalidOperationError | None = None
         self._reply_reader = reply_reader
         self._outputs = list(outputs)
         self._is_ended = False
@@ -83,6 +83,12 @@ class CommWork(Work):
             self._reply_reader.call_back(lambda: self._resolve(resolved))
             self._reply_reader.add_listeners(-1)
 
+    def abandon(self, error: InvalidOperationError) -> None:
+        """End the work in a forked child, which gets no result: `wait` raises `error`. Accesses no tensor (COMM-7)."""
+        self._lock = threading.Lock()  # a thread of the parent may have held the old one
+        self.error, self.fail, self._resolving = error, None, None
+        self._is_ended = True
+
     def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
         """Complete `future`, with a copy of the error: the frames of a raised error refer to works and futures, and the
         garbage collector cannot see what a future refers to."""
@@ -115,7 +121,7 @@ class CommWork(Work):
             error = self._late(within)
         if error is None:
             return True
-        if self.fail is not None:
+        if self.fail is not None and isinstance(error, GangError):
             self.fail(error)
         raise error
 
