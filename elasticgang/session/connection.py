@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from elasticgang.errors import WireError
-from elasticgang.session.addresses import distinct, failure_of
+from elasticgang.session.addresses import open_socket
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, Payload, body_frame
 from elasticgang.session.handshake import (
@@ -381,12 +381,5 @@ def client_of(user: SessionUser, identity: Identity, credentials: Credentials, h
 
 async def connect(make: Callable[[], ClientConnection], host: str, port: int) -> None:
     """Open a connection that `make` makes. Raises OSError (ADDRESS-ALL)."""
-    loop = asyncio.get_running_loop()
-    errors: dict[str, OSError] = {}
-    for address in distinct(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
-        try:
-            await loop.create_connection(make, address, port)
-            return
-        except OSError as exc:
-            errors[address] = exc
-    raise failure_of(errors)
+    sock = await open_socket(host, port)
+    await asyncio.get_running_loop().create_connection(make, sock=sock)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Coroutine
+import socket
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +196,16 @@ async def found(job: Job) -> tuple[Agent, Agent]:
     assert first.generation == 1
     assert (await b.next()).digest == first.digest
     return a, b
+
+
+@contextlib.contextmanager
+def full_listener(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """The address of a socket whose queue is full: a further connection is neither taken nor refused."""
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server((host, port), backlog=0))
+        address = listener.getsockname()
+        for _ in range(2):  # one more than its queue takes
+            client = opened.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(address)
+        yield f"{host}:{address[1]}"

@@ -31,7 +31,7 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.record import PROTOCOL
 from elasticgang.protocol.restarts import Restarts
-from elasticgang.session.addresses import failure_of
+from elasticgang.session.addresses import failure_of, probe
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.connection import ClientConnection, Connection
 from elasticgang.session.credentials import Credentials
@@ -39,8 +39,10 @@ from elasticgang.session.handshake import AGENT, Identity
 from elasticgang.session.messages import encode
 from elasticgang.session.operator_client import grant
 from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
-from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, Agent, Job, found, play
-from tests.support import reserved_port
+from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, Agent, Job, found, full_listener, play
+from tests.support import PROMPT_S, reserved_port
+
+NAME = "coordinator.example"
 
 
 async def until(condition: Any) -> None:
@@ -350,23 +352,47 @@ def test_a_refusal_by_one_address_of_several_is_none() -> None:
     assert str(failure) == "no address answers: 10.0.0.1: Connection refused; 10.0.0.2: timed out"
 
 
-# ADDRESS-ALL
-def test_a_refusal_by_every_address_is_a_refusal_and_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Let `NAME` have these addresses."""
     resolve = socket.getaddrinfo
 
-    def two(host: Any, *arguments: Any, **options: Any) -> Any:
-        if host != "coordinator.example":
+    def resolved(host: Any, *arguments: Any, **options: Any) -> Any:
+        if host != NAME:
             return resolve(host, *arguments, **options)
-        return [found for each in ("127.0.0.1", "127.0.0.2") for found in resolve(each, *arguments, **options)]
+        return [found for each in addresses for found in resolve(each, *arguments, **options)]
 
-    monkeypatch.setattr(socket, "getaddrinfo", two)
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+
+
+# ADDRESS-ALL
+def test_a_refusal_by_every_address_is_a_refusal_and_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to(monkeypatch, "127.0.0.1", "127.0.0.2")
     with reserved_port() as port:
-        reasons, has_refused = dial("coordinator.example", port, monkeypatch)
+        reasons, has_refused = dial(NAME, port, monkeypatch)
     assert reasons[0] == (
-        f"nothing listens at coordinator.example:{port} (every address refuses: 127.0.0.1: Connection refused; "
+        f"nothing listens at {NAME}:{port} (every address refuses: 127.0.0.1: Connection refused; "
         "127.0.0.2: Connection refused)"
     )
     assert has_refused
+
+
+# ADDRESS-ALL, ADDRESS-TIME
+def test_an_address_that_does_not_answer_keeps_nobody_from_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent, an operator, and who waits for a coordinator to listen."""
+    resolve_to(monkeypatch, "127.0.0.2", "127.0.0.1")
+
+    async def test(job: Job) -> None:
+        agent = Agent("a", job.port)
+        client = AgentClient(agent.session, agent, (NAME, job.port), "job", CREDENTIALS)
+        with full_listener("127.0.0.2", job.port):
+            client.start()
+            await until(lambda: agent.hosts)
+            assert agent.reasons == []
+            assert await grant(NAME, job.port, "job", CREDENTIALS, PROMPT_S) == "job job: this coordinator founds it"
+            await asyncio.to_thread(probe, NAME, job.port, 1.0)
+            await client.stop()
+
+    play(test, Job(founds=False))
 
 
 # CLIENT-REFUSED

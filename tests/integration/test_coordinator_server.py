@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from elasticgang.session.handshake import AGENT, OPERATOR
 from elasticgang.session.secret import Secret
 from tests.chaos.attacked import Session, until_closed
 from tests.integration import led_jobs
-from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Agent, Job, found, play
+from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Agent, Job, found, full_listener, play
 from tests.support import PROMPT_S
 
 
@@ -164,19 +162,6 @@ def test_training_goes_on_without_a_coordinator_and_the_job_after_its_restart(tm
         assert state.term.number >= 2
 
     play(test, Job(tmp_path / "state"))
-
-
-@contextlib.contextmanager
-def full_listener() -> Iterator[str]:
-    """The address of a socket whose queue is full: a further connection is neither taken nor refused."""
-    with contextlib.ExitStack() as opened:
-        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        address = listener.getsockname()
-        for _ in range(2):  # one more than its queue takes
-            client = opened.enter_context(socket.socket())
-            client.setblocking(False)
-            client.connect_ex(address)
-        yield f"127.0.0.1:{address[1]}"
 
 
 def test_nothing_of_a_server_runs_once_it_has_stopped() -> None:
