@@ -215,6 +215,9 @@ class CoordinatorServer:
         except OperationalError as error:
             connection.abort(str(error))
             return
+        except OSError as error:  # SERVE-STOP
+            self._stop_for(error)
+            return
         self._num_sessions += 1
         job.connections[self._num_sessions] = connection
         self._session_of[connection] = job, self._num_sessions

@@ -44,9 +44,12 @@ class StateDirectory:
             raise OperationalError(f"the state directory {path} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             os.close(self._lock)
             raise OperationalError(f"another coordinator holds the state directory {path}") from error
+        except OSError as error:  # a file system without locks, say
+            os.close(self._lock)
+            raise OperationalError(f"the state directory {path} cannot be locked: {error.strerror}") from error
 
     def close(self) -> None:
         os.close(self._lock)

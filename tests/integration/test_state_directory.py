@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import socket
 from pathlib import Path
@@ -16,6 +18,7 @@ from elasticgang.protocol.coordinator_messages import (
     Term,
 )
 from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Agent, Job, found, play
+from tests.support import PROMPT_S
 
 
 def test_one_coordinator_holds_a_directory_at_a_time(tmp_path: Path) -> None:
@@ -24,6 +27,16 @@ def test_one_coordinator_holds_a_directory_at_a_time(tmp_path: Path) -> None:
         StateDirectory(tmp_path)
     first.close()
     StateDirectory(tmp_path).close()
+
+
+# STATE-LOCK
+def test_a_file_system_without_locks_is_no_other_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(OperationalError, match=r"the state directory .* cannot be locked: No locks available"):
+        StateDirectory(tmp_path)
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -115,6 +128,24 @@ def test_a_coordinator_whose_disk_fails_ends(tmp_path: Path, monkeypatch: pytest
         assert all(agent.record is None for agent in agents)  # PERSIST
         for agent in agents:
             await agent.client.stop()
+        await server.stop()
+        directory.close()
+
+    asyncio.run(run())
+
+
+# SERVE-STOP
+def test_a_coordinator_that_cannot_write_its_term_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        failures: asyncio.Queue[BaseException] = asyncio.Queue()
+        directory = StateDirectory(tmp_path)
+        directory.write("job", Kept(Term(3, "c")))
+        monkeypatch.setattr(directory, "write", _no_space)
+        server = CoordinatorServer(ServerOptions(CREDENTIALS, directory, timeouts=QUICK), print, failures.put_nowait)
+        agent = Agent("a", await server.start("127.0.0.1", 0)).start()
+        assert "No space" in str(await asyncio.wait_for(failures.get(), PROMPT_S))
+        assert agent.hosts == []
+        await agent.client.stop()
         await server.stop()
         directory.close()
 
