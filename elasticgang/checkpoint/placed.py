@@ -3,6 +3,7 @@
 PLACED-1  A name stands for one tensor of the whole model. Behind `@` it says which seats have written it: a stage of
     the pipeline, and for a plain tensor every axis that divides the model, because each seat may have another one. Of
     the axes that divide a DTensor it says nothing. A reader with another division leaves out the axes that differ.
+    The dims of a layout's views stand for the model axes that they factorise.
 PLACED-2  What an optimizer keeps of a parameter is called by the parameter's name, and not by its number among those of
     the optimizer, which depends on the stage.
 PLACED-3  The keys of each module's state dict are saved, in the names of the whole model, and which tensor each is:
@@ -11,6 +12,8 @@ PLACED-3  The keys of each module's state dict are saved, in the names of the wh
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from elasticgang.checkpoint.manifest import DTYPES
 from elasticgang.checkpoint.names import replace_names
 from elasticgang.errors import NotSupportedError
-from elasticgang.layout import MODEL_AXES, ParallelLayout
+from elasticgang.layout import MODEL_AXES, Axes, ParallelLayout
 from elasticgang.protocol.record import Model
 from elasticgang.state.dtensor import local
 from elasticgang.state.serialization import flatten
@@ -91,12 +94,7 @@ def place(name: str, tensor: Tensor, seated: Seated) -> Placed:
     block = None if coordinate is None else local_block(tensor)
     if coordinate is None or block is None:
         raise NotSupportedError(f"a checkpoint cannot hold {name}: it is a DTensor of {tensor.placements}")
-    covered = [axis for dim, axis in enumerate(names) if mesh.size(dim) > 1]
-    alike = [
-        dim
-        for dim, placed in enumerate(tensor.placements)
-        if placed.is_replicate() and names[dim : dim + 1] != ("rdp",)
-    ]
+    covered, alike = _extent(name, tensor, seated)
     shape, start = block
     part = local(tensor)
     if tuple(part.shape) != shape:
@@ -104,6 +102,44 @@ def place(name: str, tensor: Tensor, seated: Seated) -> Placed:
     is_owner = not any(coordinate[dim] for dim in alike)
     placement = ", ".join(f"{names[dim] if names else dim}: {each}" for dim, each in enumerate(tensor.placements))
     return Placed(f"{name}{seated.scope(covered)}", part, dtype, tuple(tensor.shape), start, placement, is_owner)
+
+
+def _extent(name: str, tensor: DTensor, seated: Seated) -> tuple[tuple[str, ...], list[int]]:
+    """The model axes over which a DTensor is placed, and the dims of its mesh along which one rank saves for all.
+
+    Raises:
+        NotSupportedError: it is sharded over a part of an axis.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    names = mesh.mesh_dim_names or ()
+    alike = [dim for dim, placed in enumerate(placements) if placed.is_replicate() and names[dim : dim + 1] != ("rdp",)]
+    several = [dim for dim in range(len(names)) if mesh.size(dim) > 1]
+    sharded = tuple(names[dim] for dim in several if not placements[dim].is_replicate())
+    if (covered := _covered(tuple(names[dim] for dim in several), seated)) is not None:
+        return covered, alike
+    if (covered := _covered(sharded, seated)) is not None:
+        return covered, []
+    raise NotSupportedError(
+        f"a checkpoint cannot hold {name}: it is sharded over {', '.join(sharded)}, a part of a model axis. Let its "
+        "mesh have the dims of the view that are the rest of the axis, too, and replicate or shard it along them"
+    )
+
+
+@functools.lru_cache(256)
+def _covered(dims: tuple[str, ...], seated: Seated) -> tuple[str, ...] | None:
+    """The model axes along which the ranks of a mesh differ: all of its `dims`, of the layout or its views, together.
+    None: they are a part of an axis."""
+    layout, (pp, sdp, tp) = seated.layout, seated.model
+    grid = Axes((layout.tp, layout.sdp, layout.pp), ("tp", "sdp", "pp"))
+    own = tp + layout.tp * (sdp + layout.sdp * pp)
+    seats = {own}
+    for dim in dims:
+        axes = next((axes for axes in (grid, *layout.views) if dim in axes.dim_names), None)
+        if axes is not None:
+            seats = {seat for group in axes.rank_groups(dim) if seats & set(group) for seat in group}
+    groups = {axis: next(group for group in grid.rank_groups(axis) if own in group) for axis in MODEL_AXES}
+    covered = tuple(axis for axis, group in groups.items() if seats >= set(group))
+    return covered if math.prod(len(groups[axis]) for axis in covered) == len(seats) else None
 
 
 _STRIDED = Tensor().layout

@@ -251,6 +251,72 @@ def registered_buffers(rank: int, tp: int, scale: float) -> RegisteredState:
     return registered
 
 
+WITH_VIEW = eg.ParallelLayout(sdp=4, views=(eg.Axes((2, 2), ("ep", "rest")),))
+
+
+def registered_over_a_view(rank: int, placements: dict[str, Placement], whole: Tensor) -> RegisteredState:
+    """Of one of 4 ranks. Its tensor is placed along the dims of the view that `placements` names."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    forget_meshes()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rest", "ep"))[tuple(placements)]
+    module = torch.nn.Module()
+    weight = distribute_tensor(whole.clone(), mesh, list(placements.values()), src_data_rank=None)
+    module.register_parameter("weight", torch.nn.Parameter(weight))
+    registered = RegisteredState()
+    registered.register(model=module)
+    registered.keep_snapshot()
+    return registered
+
+
+# PLACED-1
+@pytest.mark.parametrize(
+    "placements",
+    [
+        {"rest": Shard(0), "ep": Shard(1)},
+        {"rest": Replicate(), "ep": Shard(0)},
+        {"rest": Replicate(), "ep": Replicate()},
+        {"ep": Replicate()},
+    ],
+    ids=str,
+)
+def test_weights_over_the_dims_of_a_view_are_saved(tmp_path: Path, placements: dict[str, Placement]) -> None:
+    for rank in reversed(range(4)):
+        state = registered_over_a_view(rank, placements, COLUMNS).tree()
+        captured = capture(state, Seated(WITH_VIEW, (0, rank, 0)), 0, 1)
+        assert captured is not None
+        commit = commit_of(10, [f"0-{each}-0" for each in range(4)], {"sdp": 4})
+        save_captured(tmp_path, captured, None if rank else commit)
+    (found,) = listing.scan(storage_at(tmp_path))
+    assert found.manifest is not None, found.problem
+    for rank in range(4):
+        registered = registered_over_a_view(rank, placements, torch.zeros_like(COLUMNS))
+        read, _ = read_state(found.folder, found.manifest, registered.tree(), Seated(WITH_VIEW, (0, rank, 0)))
+        registered.load(read)
+        (expected,) = registered_over_a_view(rank, placements, COLUMNS).large()["parameters"]["model"].values()
+        assert torch.equal(registered.large()["parameters"]["model"]["weight"], expected)
+    whole = state_of_one(COLUMNS)
+    read, _ = read_state(found.folder, found.manifest, whole, Seated(eg.ParallelLayout(), (0, 0, 0)))
+    assert torch.equal(read["large"]["parameters"]["model"]["weight"], COLUMNS)
+
+
+def state_of_one(whole: Tensor) -> dict[str, Any]:
+    module = torch.nn.Module()
+    module.register_parameter("weight", torch.nn.Parameter(torch.zeros_like(whole)))
+    registered = RegisteredState()
+    registered.register(model=module)
+    return registered.tree()
+
+
+def test_weights_over_a_part_of_an_axis_have_no_place_in_a_checkpoint() -> None:
+    state = registered_over_a_view(0, {"ep": Shard(0)}, COLUMNS).tree()
+    with pytest.raises(
+        NotSupportedError, match=r"cannot hold model\.weight: it is sharded over ep, a part of a model ax"
+    ):
+        capture(state, Seated(WITH_VIEW, (0, 0, 0)), 0, 1)
+
+
 # PLACED-1
 def test_only_its_seat_loads_a_plain_tensor_of_a_divided_model(tmp_path: Path) -> None:
     save(tmp_path, 2, plain=True)
