@@ -350,11 +350,15 @@ class DurableCheckpoints:
         seated = Seated(state.record.layout, state.record.model_coordinates(state.member))
         registered = self._server.registered
         registered.keep_snapshot()  # what was built for this seat is not in it yet
-        usable = {
-            each.manifest.digest: each
-            for each in listing.scan(self._storage)
-            if each.attempt == ref.attempt and each.manifest is not None
-        }
+        try:
+            usable = {
+                each.manifest.digest: each
+                for each in listing.scan(self._storage)
+                if each.attempt == ref.attempt and each.manifest is not None
+            }
+        except listing.UnreadableError as exc:
+            log.warning("cannot load the checkpoint of step %d: %s", ref.attempt.step, exc)
+            return False
         if not usable:
             log.warning("there is no usable checkpoint of step %d in %s", ref.attempt.step, self._storage.path)
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from torch import nn
 import elasticgang as eg
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.digest import digest_of
-from elasticgang.checkpoint.files import LocalFolder
+from elasticgang.checkpoint.files import LocalFolder, LocalStorage
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import MANIFEST
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
@@ -176,6 +177,22 @@ def test_objects_that_are_none_are_no_reason_to_end(
         assert same(rank, Rank(saved).train(3))  # unchanged
     assert f"the checkpoint {newest}: its manifest is invalid" in caplog.text
     assert rank.load(10)
+
+
+def test_a_listing_that_fails_while_a_rank_loads_ends_its_generation_alone(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(storage: LocalStorage) -> list[str]:
+        raise OSError(errno.ESTALE, "Stale file handle", storage.path)
+
+    rank = Rank(saved).train(3)
+    newest = rank.newest()
+    with monkeypatch.context() as failing:
+        failing.setattr(LocalStorage, "names", fail)
+        assert not rank.checkpoints.load(newest, rank.state)
+    assert "cannot load the checkpoint of step 20: " in caplog.text
+    assert same(rank, Rank(saved).train(3))  # unchanged
+    assert rank.load(20)
 
 
 # LISTING-4
