@@ -40,8 +40,10 @@ def locally(tree: Any) -> Any:
         return local(tree)
     if isinstance(tree, dict):
         return {key: locally(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(locally, tree))
+    if isinstance(tree, list):
+        return list(map(locally, tree))
+    if isinstance(tree, tuple):  # as it is sent, also if it has names
+        return tuple(map(locally, tree))
     return tree
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from elasticgang.state.registered_state import RegisteredState
+from elasticgang.state.serialization import flatten, unflatten
 
 
 def state_of(registered: RegisteredState) -> dict[str, Any]:
@@ -82,6 +83,20 @@ def test_what_an_optimizer_keeps_has_the_dtype_of_the_source() -> None:
 def test_an_optimizer_that_converts_what_it_loads_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with_optimizer(Copied).load(state_of(trained()))
     assert "load_state_dict of 'optim' has converted state to another dtype than torch.float32" in caplog.text
+
+
+class Schedule(NamedTuple):
+    warm_up: int
+    rate: float
+
+
+def test_a_setting_with_names_is_sent_as_a_tuple() -> None:
+    model, registered = nn.Linear(3, 2), RegisteredState()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    optim.param_groups[0]["schedule"] = Schedule(5, 0.5)
+    registered.register(optim=optim)
+    spec, _ = flatten(registered.large())
+    assert unflatten(spec, [])["optimizers"]["optim"]["param_groups"][0]["schedule"] == (5, 0.5)
 
 
 @pytest.mark.parametrize("dropped", [True, False], ids=["a dropped step", "a heal"])
