@@ -116,3 +116,12 @@ def obsolete(
     usable = [name for name in older if name not in corrupt]
     passed = older[older.index(usable[keep - 1]) + 1 :] if len(usable) >= keep else []
     return [*passed, *sorted(name for name in incomplete if order(name) < until)]
+
+
+def remains(saved: str, incomplete: Collection[str]) -> list[str]:
+    """Of the saves that are `incomplete`, those of attempts before that of `saved`. The next generation may be making
+    another one of the same attempt."""
+    own = attempt_in(saved)
+    assert own is not None
+    found = ((attempt_in(name), name) for name in incomplete)
+    return sorted(name for at, name in found if at is not None and at < own)

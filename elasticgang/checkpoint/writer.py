@@ -156,7 +156,7 @@ def _remove_incomplete(storage: Storage, request: dict[str, Any], *, has_failed:
     except OSError as exc:
         _warn(f"could not look for incomplete saves in {storage.path}", exc)
         return False
-    found = plan.obsolete(own, (), incomplete, commit["keep"]) if commit["is_alone"] else []
+    found = plan.remains(own, incomplete) if commit["is_alone"] else []
     return _remove(storage, [*found, *([own] if has_failed and own in incomplete else [])])
 
 

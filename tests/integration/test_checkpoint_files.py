@@ -27,6 +27,7 @@ from elasticgang.checkpoint.files import LocalFolder
 from elasticgang.checkpoint.listing import Found
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import MANIFEST
+from elasticgang.checkpoint.plan import directory_name
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
 from tests.integration import checkpoint_writer
@@ -238,12 +239,14 @@ def test_a_disk_that_is_full_of_remains_has_room_once_they_are_deleted(
 # WRITER-4
 def test_a_failed_save_leaves_its_room_to_the_next_one(tmp_path: Path) -> None:
     assert checkpoint_writer.save(tmp_path, 10) == ""
-    for step in (5, 15, 25):
-        (tmp_path / checkpoint_writer.directory(step)).mkdir()
+    again = directory_name(Attempt(20, 1), "0123456789abcdef")  # the next generation's, of the same attempt
+    for name in (*map(checkpoint_writer.directory, (5, 15, 25)), again):
+        (tmp_path / name).mkdir()
     (_, (request, data)) = checkpoint_writer.requests(tmp_path, 20)
     request["lost"] = ["part-0-0-0-00001.json"]
     assert "is missing" in checkpoint_writer.save_share(request, data)
-    assert sorted(os.listdir(tmp_path)) == [checkpoint_writer.directory(step) for step in (10, 25)]
+    left = [checkpoint_writer.directory(step) for step in (10, 25)]
+    assert sorted(os.listdir(tmp_path)) == sorted([again, *left])
 
 
 def test_two_removals_of_one_checkpoint_do_not_disturb_each_other(tmp_path: Path) -> None:

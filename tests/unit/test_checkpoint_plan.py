@@ -14,6 +14,7 @@ from elasticgang.checkpoint.plan import (
     directory_name,
     num_writers,
     obsolete,
+    remains,
     save_plan,
     share_of_rows,
 )
@@ -133,3 +134,10 @@ def test_a_checkpoint_that_is_corrupt_is_none_of_those_that_are_kept() -> None:
     assert obsolete(name(50), complete, [], 2, {name(40)}) == [name(20), name(10)]
     assert obsolete(name(50), complete, [], 2, {name(20), name(40)}) == [name(20), name(10)]
     assert obsolete(name(50), complete, [name(45)], 3, {name(20), name(30), name(40)}) == [name(45)]
+
+
+# WRITER-4
+def test_remains_are_of_attempts_before() -> None:
+    """Those of a killed job may have a higher generation: a job that is started again begins with the first one."""
+    earlier = [name(10), name(35, 7), name(40, 1)]
+    assert remains(name(40, 2), [*earlier, name(40, 2), name(40, 2, 7), name(50)]) == earlier
