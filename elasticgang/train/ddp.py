@@ -15,6 +15,8 @@ DDP-7  Nothing is added to a gradient whose reduction has begun: the sum over th
     would differ. Backward then raises, or `accumulate` does. The version of a bucket counts what is added to it.
 DDP-8  After the buckets, the ranks sum for each parameter how many of them have a gradient. Where none has, it is None,
     and no optimizer changes the parameter. The sums of slots count it themselves (SUM-3).
+DDP-9  A gradient lies in its bucket in the order in which its parameter lies in memory. `GradBucket.gradients` takes
+    every parameter to be contiguous, and is not used.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -44,6 +46,15 @@ from elasticgang.train.slot_sum import counts_of
 from elasticgang.train.trainable import Trainable
 
 log = logging.getLogger("elasticgang")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the gradient of a parameter lies in its bucket. `start`: its first element."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True)
@@ -163,6 +174,7 @@ class DistributedDataParallel(nn.Module):
             )
         ddp.register_comm_hook(None, self._hook)
         self._parameters_of = ddp.fix(empty)  # each bucket
+        self._places_of = [_places_of(parameters) for parameters in self._parameters_of]
         self._ddp = [ddp]  # in a list, so that it is not a submodule: its parameters would appear twice
 
     @property
@@ -216,7 +228,8 @@ class DistributedDataParallel(nn.Module):
 
     def _reduce(self, bucket: GradBucket) -> None:
         index, buffer = len(self._reduced), bucket.buffer()
-        parameters, gradients = bucket.parameters(), bucket.gradients()
+        parameters = bucket.parameters()
+        gradients = self._gradients_in(buffer, index)
         own = [None if each.grad is None else part for each, part in zip(parameters, gradients, strict=True)]
         self._reduced.append(_Reduced(parameters, gradients, own, buffer, buffer._version))
         if self._of_slots is not None:
@@ -228,6 +241,11 @@ class DistributedDataParallel(nn.Module):
             own = [gradient for each in self._reduced for gradient in each.own]
             self._counts = counts_of(own, torch.int32, buffer.device)
             self._start(self._counts)
+
+    def _gradients_in(self, buffer: Tensor, index: int) -> list[Tensor]:
+        """DDP-9: those of the parameters of bucket `index`, in its `buffer`."""
+        first = buffer.storage_offset()
+        return [buffer.as_strided(each.shape, each.stride, first + each.start) for each in self._places_of[index]]
 
     def _start(self, tensor: Tensor) -> None:
         work = self._manager.reduction(self._over).all_reduce(tensor, ReduceOperation.SUM, async_op=True)
@@ -245,8 +263,9 @@ class DistributedDataParallel(nn.Module):
         if len(self._reduced) == len(self._parameters_of):
             return
         for bucket in zeroed_buckets(self._ddp[0].reducer)[len(self._reduced) :]:
+            gradients = self._gradients_in(bucket.buffer(), len(self._reduced))
             with torch.no_grad():
-                for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
                     if parameter.grad is not None:
                         gradient.copy_(parameter.grad)
             self._reduce(bucket)
@@ -306,6 +325,17 @@ class DistributedDataParallel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
+
+
+def _places_of(parameters: list[Tensor]) -> list[_Place]:
+    """DDP-9: as torch's reducer lays them out. A parameter with gaps in memory has a contiguous gradient."""
+    places, start = [], 0
+    for parameter in parameters:
+        has_gaps = torch.empty_like(parameter, device="meta").stride() != parameter.stride()
+        like = torch.empty(parameter.shape, device="meta") if has_gaps else parameter
+        places.append(_Place(parameter.shape, like.stride(), start))
+        start += parameter.numel()
+    return places
 
 
 def _late() -> InvalidOperationError:

@@ -446,6 +446,58 @@ def test_a_rank_has_the_gradients_that_only_others_have(
     assert seen == [[1.0, 2.0 if has_slots else 1.0, 1.0, 1.0]]
 
 
+class Laid(nn.Module):
+    """Its parameters lie in memory in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        memory = torch.randn(300)
+        self.laid = nn.ParameterList(
+            [
+                memory.view(20, 15),
+                memory.view(20, 15).t(),
+                memory[:240].view(4, 3, 5, 4).to(memory_format=torch.channels_last),
+                memory[:24].view(2, 3, 4).transpose(0, 2),
+                memory[:30].view(3, 1, 10).transpose(0, 1),
+                memory.view(30, 10)[::2, 1:4].t(),  # with gaps
+                memory[0],
+                memory[:0].view(0, 3),
+            ]
+        )
+
+    def forward(self, factor: float, first: int) -> Tensor:
+        return torch.stack([(factor * each).square().mul(place(each)).sum() for each in self.laid[first:]]).sum()
+
+
+def place(tensor: Tensor) -> Tensor:
+    """Other values at each element."""
+    return torch.arange(float(tensor.numel())).view(tensor.shape)
+
+
+# DDP-9
+@pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")  # of dimensions of size 1
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_gradient_is_right_however_its_parameter_lies_in_memory(first: int, options: dict[str, Any]) -> None:
+    """`first`: the last backward leaves out the parameters before."""
+    manager = eg.join(layout=eg.ParallelLayout())
+    module = Laid()
+    ddp = eg.DistributedDataParallel(manager, module, **options)
+    manager.register_state(model=ddp)
+    seen: list[list[Tensor]] = []
+    for step in manager.steps(2):
+        with step:
+            for slot in eg.GlobalBatch(4, size=2, slot=1).slots(step):
+                with ddp.accumulate(last=slot.last):
+                    ddp(slot.number + 1.0, first if slot.last else 0).backward()
+            assert manager.commit(1.0, lambda total: seen.append([grad_of(each) for each in ddp.parameters()]))
+        for index, parameter in enumerate(module.parameters()):
+            factor = 2.0 if index < first else 2.0 + 8.0
+            torch.testing.assert_close(seen[-1][index], factor * place(parameter) * parameter.detach())
+            parameter.grad = None
+
+
 # SLOTS-1
 def test_a_backward_whose_slot_is_unknown_is_refused() -> None:
     manager, ddp = reproducible(nn.Linear(1, 1))
