@@ -15,8 +15,8 @@ DDP-7  Nothing is added to a gradient whose reduction has begun: the sum over th
     would differ. Backward then raises, or `accumulate` does. The version of a bucket counts what is added to it.
 DDP-8  After the buckets, the ranks sum for each parameter how many of them have a gradient. Where none has, it is None,
     and no optimizer changes the parameter. The sums of slots count it themselves (SUM-3).
-DDP-9  A gradient lies in its bucket in the order in which its parameter lies in memory. `GradBucket.gradients` takes
-    every parameter to be contiguous, and is not used.
+DDP-9  A gradient lies in its bucket in the order in which its parameter lies in memory, a complex one as pairs of real
+    numbers. `GradBucket.gradients` takes every parameter to be contiguous and real, and is not used.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -50,11 +50,19 @@ log = logging.getLogger("elasticgang")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the gradient of a parameter lies in its bucket. `start`: its first element."""
+    """Where the gradient of a parameter lies in its bucket. `start`: its first element, of the bucket's dtype."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     start: int
+    is_complex: bool
+
+    def of(self, buffer: Tensor) -> Tensor:
+        first = buffer.storage_offset() + self.start
+        if not self.is_complex:
+            return buffer.as_strided(self.shape, self.stride, first)
+        pairs = torch.view_as_complex(buffer.as_strided((self.shape.numel(), 2), (2, 1), first))
+        return pairs.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
@@ -243,9 +251,8 @@ class DistributedDataParallel(nn.Module):
             self._start(self._counts)
 
     def _gradients_in(self, buffer: Tensor, index: int) -> list[Tensor]:
-        """DDP-9: those of the parameters of bucket `index`, in its `buffer`."""
-        first = buffer.storage_offset()
-        return [buffer.as_strided(each.shape, each.stride, first + each.start) for each in self._places_of[index]]
+        """Those of the parameters of bucket `index`, in its `buffer`."""
+        return [place.of(buffer) for place in self._places_of[index]]
 
     def _start(self, tensor: Tensor) -> None:
         work = self._manager.reduction(self._over).all_reduce(tensor, ReduceOperation.SUM, async_op=True)
@@ -333,8 +340,8 @@ def _places_of(parameters: list[Tensor]) -> list[_Place]:
     for parameter in parameters:
         has_gaps = torch.empty_like(parameter, device="meta").stride() != parameter.stride()
         like = torch.empty(parameter.shape, device="meta") if has_gaps else parameter
-        places.append(_Place(parameter.shape, like.stride(), start))
-        start += parameter.numel()
+        places.append(_Place(parameter.shape, like.stride(), start, parameter.is_complex()))
+        start += parameter.numel() * (2 if parameter.is_complex() else 1)
     return places
 
 

@@ -447,12 +447,13 @@ def test_a_rank_has_the_gradients_that_only_others_have(
 
 
 class Laid(nn.Module):
-    """Its parameters lie in memory in many ways."""
+    """Its parameters lie in memory in many ways. Those of the other dtype are in buckets of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
-        memory = torch.randn(300)
+        memory = torch.randn(300, dtype=dtype)
+        self.other = nn.Parameter(torch.randn(2, dtype=torch.float32 if dtype.is_complex else torch.float64))
         self.laid = nn.ParameterList(
             [
                 memory.view(20, 15),
@@ -467,7 +468,8 @@ class Laid(nn.Module):
         )
 
     def forward(self, factor: float, first: int) -> Tensor:
-        return torch.stack([(factor * each).square().mul(place(each)).sum() for each in self.laid[first:]]).sum()
+        parts = [(factor * each).abs().square().mul(place(each)).sum() for each in (self.other, *self.laid[first:])]
+        return torch.stack([part.double() for part in parts]).sum()
 
 
 def place(tensor: Tensor) -> Tensor:
@@ -479,10 +481,13 @@ def place(tensor: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")  # of dimensions of size 1
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("first", [0, 3])
-def test_a_gradient_is_right_however_its_parameter_lies_in_memory(first: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex128], ids=str)
+def test_a_gradient_is_right_however_its_parameter_lies_in_memory(
+    dtype: torch.dtype, first: int, options: dict[str, Any]
+) -> None:
     """`first`: the last backward leaves out the parameters before."""
     manager = eg.join(layout=eg.ParallelLayout())
-    module = Laid()
+    module = Laid(dtype)
     ddp = eg.DistributedDataParallel(manager, module, **options)
     manager.register_state(model=ddp)
     seen: list[list[Tensor]] = []
@@ -493,7 +498,7 @@ def test_a_gradient_is_right_however_its_parameter_lies_in_memory(first: int, op
                     ddp(slot.number + 1.0, first if slot.last else 0).backward()
             assert manager.commit(1.0, lambda total: seen.append([grad_of(each) for each in ddp.parameters()]))
         for index, parameter in enumerate(module.parameters()):
-            factor = 2.0 if index < first else 2.0 + 8.0
+            factor = 2.0 if 0 < index <= first else 2.0 + 8.0
             torch.testing.assert_close(seen[-1][index], factor * place(parameter) * parameter.detach())
             parameter.grad = None
 
