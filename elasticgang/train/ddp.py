@@ -11,8 +11,8 @@ DDP-5  The buckets lie in memory that the comm process shares, from their constr
     stay there in every generation, whatever happens to comm processes.
 DDP-6  Only a forward inside `accumulate` prepares torch's reducer. It would stay prepared after any other one, and the
     backward of the first slot would then reduce.
-DDP-7  Nothing is added to a gradient whose reduction has begun: the sum over the ranks would lack it, and the ranks
-    would differ. Backward then raises, or `accumulate` does. The version of a bucket counts what is added to it.
+DDP-7  Nothing changes a gradient whose reduction has begun: the sum over the ranks would lack what is added, and the
+    ranks would differ. Backward then raises, or `accumulate` does. The version of a bucket counts the changes.
 DDP-8  After the buckets, the ranks sum for each parameter how many of them have a gradient. Where none has, it is None,
     and no optimizer changes the parameter. The sums of slots count it themselves (SUM-3).
 DDP-9  A gradient lies in its bucket in the order in which its parameter lies in memory, a complex one as pairs of real
@@ -347,7 +347,7 @@ def _places_of(parameters: list[Tensor]) -> list[_Place]:
 
 def _late() -> InvalidOperationError:
     return InvalidOperationError(
-        "a backward inside `accumulate(last=True)` has begun to reduce the gradients, so that no other may follow in "
-        "the step: call `backward` once there, of the sum of the losses, and earlier ones inside "
-        "`accumulate(last=False)`."
+        "a backward inside `accumulate(last=True)` has begun to reduce the gradients, so that nothing may change them "
+        "until `optim.step`: call `backward` once there, of the sum of the losses, and earlier ones inside "
+        "`accumulate(last=False)`; to clip gradients, give `optim.step` a `max_norm`."
     )

@@ -244,7 +244,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"reducti
 
 # DDP-7
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("place", ["of one forward", "inside", "in another", "after", "before the vote"])
+@pytest.mark.parametrize("place", ["of one forward", "inside", "in another", "after", "before the vote", "clips"])
 def test_a_backward_after_the_one_that_reduces_is_refused(place: str, options: dict[str, Any]) -> None:
     """Its gradient would be added to what is reduced already."""
     manager, ddp = doubled(nn.Linear(1, 1), **options)
@@ -265,6 +265,8 @@ def test_a_backward_after_the_one_that_reduces_is_refused(place: str, options: d
                     ddp(x).sum().backward()
         if place == "before the vote":
             loss.backward()
+        if place == "clips":
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
         manager.commit(1.0, lambda total: None)
 
     with pytest.raises(eg.InvalidOperationError, match=r"call `backward` once there"), next(manager.steps(1)) as step:
