@@ -13,6 +13,8 @@ CONTROL-5  An agent whose ranks have finished the job exits only once the coordi
     otherwise the coordinator would declare it dead, and the state that its ranks held lost.
 CONTROL-6  A new session may find that the host has lost its address, for example because its network was away. The
     agent then kills its ranks, which listen there, and rejoins at the address that it has now.
+CONTROL-7  An agent that has waited for a coordinator for `SILENT_S` while a request is open says so, once for each
+    request.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ FINISHED_S = 10.0  # CONTROL-5
 _CHECK_S = 0.1
 _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is killed
 _SUCCESSORS_S = 0.5
+SILENT_S = 5.0  # CONTROL-7
 _ANYWHERE = ("192.0.2.1", 9)  # an address for examples, beyond the default route
 
 
@@ -126,7 +129,7 @@ class ControlPlane:
         self._begun = False
         self._early: list[Any] = []  # CONTROL-4
         self._disconnected_s: float | None = time.monotonic()
-        self._requested_s = 0.0
+        self._requested_s = self._warned_s = 0.0
         self._newest_over = self._newest_join = 0
         self._lost_agents: set[str] = set()
         self._left_agents: set[str] = set()
@@ -260,10 +263,22 @@ class ControlPlane:
                 killed_s = now_s
                 self._callbacks.kill_coordinator()
             is_needed = self._begun and self._requested_s > 0 and self._callbacks.state.may_request()
-            if is_needed and now_s - max(away_s, self._requested_s) > self._limits.reconnect:
+            waited_s = now_s - max(away_s, self._requested_s) if is_needed else 0.0
+            if waited_s > SILENT_S and self._requested_s > self._warned_s:
+                self._warn_silent()
+            if waited_s > self._limits.reconnect:
                 why = f"no generation can be agreed without the coordinator at {self.coordinator}: "
                 self._requested_s = 0.0
                 self._callbacks.handle(CoordinatorTimedOut(why + (self._reason or "it does not lead the job")))
+
+    def _warn_silent(self) -> None:
+        """CONTROL-7."""
+        self._warned_s = time.monotonic()
+        what = "does not lead the job" if self._session.is_welcome else "does not answer"
+        limit_s = self._limits.reconnect
+        self._callbacks.write_line(
+            f"elasticgang: the coordinator at {self.coordinator} {what}; waiting up to {limit_s:g} s"
+        )
 
     # -- what is told
 

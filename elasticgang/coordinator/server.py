@@ -17,7 +17,7 @@ from typing import Any
 
 from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
 from elasticgang.coordinator.state_directory import StateDirectory
-from elasticgang.errors import OperationalError
+from elasticgang.errors import OperationalError, reason_of
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
 from elasticgang.session.addresses import listen_failure
 from elasticgang.session.credentials import Credentials, credentials_from_json
@@ -87,7 +87,8 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
 
     def fail(error: BaseException) -> None:
         if not failed.done():
-            failed.set_exception(OperationalError(f"the coordinator failed: {error}"))
+            reason = reason_of(error) if isinstance(error, OSError) else error
+            failed.set_exception(OperationalError(f"the coordinator failed: {reason}"))
 
     try:
         server_options = ServerOptions(

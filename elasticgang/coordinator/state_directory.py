@@ -2,6 +2,7 @@
 
 STATE-LOCK   One process at a time holds a directory, from before its first read until it exits.
 STATE-WHOLE  `write` replaces a file atomically and returns once it is on disk. A crash leaves the old or the new file.
+STATE-PROBE  A directory on whose disk nothing can be written is refused at the start, not at the first decision.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from elasticgang.errors import OperationalError
+from elasticgang.errors import OperationalError, reason_of
 from elasticgang.protocol.coordinator_messages import NO_TERM, Decision, Term
 from elasticgang.session.messages import decision_from_json, decision_to_json
 
 _LOCK = "lock"
+_PROBE = "probe"
+_PROBE_BYTES = 1 << 16
 
 
 class Kept(NamedTuple):
@@ -50,6 +53,11 @@ class StateDirectory:
         except OSError as error:  # a file system without locks, say
             os.close(self._lock)
             raise OperationalError(f"the state directory {path} cannot be locked: {error.strerror}") from error
+        try:
+            _probe(path / _PROBE)
+        except OSError as error:
+            os.close(self._lock)
+            raise OperationalError(f"the state directory {path} cannot be written to: {reason_of(error)}") from error
 
     def close(self) -> None:
         os.close(self._lock)
@@ -76,11 +84,18 @@ class StateDirectory:
             raise OperationalError(f"{path} is damaged ({error}): move it away to begin job {job} anew") from error
 
     def write(self, job: str, kept: Kept) -> None:
-        """Replace the state of `job` (STATE-WHOLE). Raises OSError."""
+        """Replace the state of `job` (STATE-WHOLE). Raises OSError, with the job and the directory."""
         decision = None if kept.decision is None else decision_to_json(kept.decision)
         fields = {"job": job, "term": kept.term, "decision": decision, "finished": kept.finished}
         text = json.dumps({**fields, "addresses": sorted(kept.addresses), "own": kept.own})
-        path = self._path(job)
+        try:
+            self._replace(self._path(job), text)
+        except OSError as error:
+            what = f"the state of job {job} cannot be written to {self.path}"
+            raise OSError(error.errno, f"{what}: {reason_of(error)}") from error
+
+    def _replace(self, path: Path, text: str) -> None:
+        """STATE-WHOLE."""
         new = path.with_suffix(".new")
         with open(new, "w", encoding="utf-8") as file:
             file.write(text)
@@ -95,3 +110,14 @@ class StateDirectory:
 
     def _path(self, job: str) -> Path:
         return self.path / f"{hashlib.sha256(job.encode()).hexdigest()[:32]}.json"
+
+
+def _probe(path: Path) -> None:
+    """STATE-PROBE. Raises OSError."""
+    try:
+        with open(path, "wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)

@@ -265,6 +265,21 @@ def test_an_agent_fails_when_a_coordinator_that_is_needed_stays_away() -> None:
     play(story, reconnect_s=0.5)
 
 
+# CONTROL-7
+def test_an_agent_that_waits_for_the_coordinator_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_plane, "SILENT_S", 0.1)
+
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        await coordinator.stop()
+        await one.until(lambda: "coordinator unreachable" in one.logged)
+        one.loses_a_rank()
+        await one.until(lambda: one.timed_out != "")
+        assert one.said == [f"elasticgang: the coordinator at {coordinator.address} does not answer; waiting up to 1 s"]
+        assert other.said == []
+
+    play(story, reconnect_s=1.0)
+
+
 def test_agents_tell_each_other_in_which_step_a_script_has_failed() -> None:
     async def story(_: Coordinator, one: Host, other: Host) -> None:
         one.handle(Exited("a1", 1, raised=True, step=5))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
+from elasticgang.coordinator.server import CoordinatorOptions, serve
 from elasticgang.coordinator.state_directory import Kept, StateDirectory
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.coordinator_messages import (
@@ -100,13 +101,48 @@ def test_a_coordinator_at_the_advertised_address_has_not_moved(advertise: str, t
     play(test, Job(tmp_path, advertise=advertise))
 
 
+# STATE-PROBE
+def test_a_directory_on_a_full_disk_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", lambda fd: _no_space("job", Kept()))
+        for _ in range(2):  # the first one does not hold the directory any more
+            said = f"^the state directory {tmp_path} cannot be written to: No space left on device$"
+            with pytest.raises(OperationalError, match=said):
+                StateDirectory(tmp_path)
+    directory = StateDirectory(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    directory.close()
+
+
+def test_a_coordinator_whose_disk_is_full_names_the_directory_and_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        options = CoordinatorOptions("127.0.0.1", 0, CREDENTIALS, tmp_path, timeouts=QUICK, grace_s=0.0)
+        serving = asyncio.ensure_future(serve(options, print, listening.set_result))
+        port = int((await listening).rpartition(":")[2])
+        monkeypatch.setattr(os, "fsync", lambda fd: _no_space("job", Kept()))
+        agents = [Agent(name, port) for name in ("a", "b")]
+        for agent in agents:
+            agent.start()
+        said = f"^the coordinator failed: the state of job job cannot be written to {tmp_path}: No space left on dev"
+        with pytest.raises(OperationalError, match=said):
+            await asyncio.wait_for(serving, DEADLINE_S)
+        for agent in agents:
+            await agent.client.stop()
+
+    asyncio.run(run())
+
+
 # STATE-WHOLE
 def test_a_write_that_fails_leaves_the_former_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = StateDirectory(tmp_path)
     directory.write("job", Kept(Term(3, "c")))
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", lambda fd: _no_space("job", Kept()))
-        with pytest.raises(OSError, match="No space left on device"):
+        said = f"the state of job job cannot be written to {tmp_path}: No space left on device$"
+        with pytest.raises(OSError, match=said):
             directory.write("job", Kept(Term(4, "c")))
     assert directory.read("job") == Kept(Term(3, "c"))
     directory.close()
