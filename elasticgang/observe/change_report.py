@@ -10,6 +10,8 @@ CHANGE-3  What a rank only noticed (an effect) is not the cause, if members of o
     one: the cause is elsewhere, and names them. What another agent says of its own end stays.
 CHANGE-4  The end of another agent and a hang of a rank here do not hide each other, whichever is noticed first: the
     cause names both. An agent may exit because its ranks waited for the one that hangs until its grace period ended.
+CHANGE-5  The first record of an agent is the start of the job only if it is the first of the job. Otherwise the agent
+    joins, and of its members alone it knows that they are new.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ CAUSES = ("start", "join", "drain", "left", "killed", "failed", "hung", "agent_l
 PLANNED = frozenset({"start", "join", "drain", "left"})
 PHASES = ("leave", "abort", "quorum", "resolve", "configure", "heal", "first_commit")
 MAX_BESIDE = 4
-_START = "the job starts"
+_START = ("the job starts", "start")
+_JOIN = ("this host joins", "join")
+_ELSEWHERE = ("a change elsewhere", "elsewhere")
 
 
 @dataclass
@@ -65,11 +69,15 @@ class _Cause:
 
 @dataclass
 class _GenerationChange:
+    """`before`: None for the first record of this agent. `own`: the members of this agent; `here`: those of them that
+    are no spares."""
+
     before: Record | None
     record: Record
     cause: _Cause
     in_doubt: tuple[Attempt, ...]
     here: frozenset[str]
+    own: frozenset[str]
     timelines: dict[str, _RankTimeline] = field(default_factory=dict)
 
 
@@ -146,13 +154,15 @@ class ChangeReporter:
     def agreed(self, record: Record, agent: str) -> Iterator[dict[str, Any]]:
         """A record is agreed. `agent`: this agent."""
         yield from self.ended()
-        unknown = (_START, "start") if self._record is None else ("a change elsewhere", "elsewhere")
-        cause = self._cause or _Cause(*unknown, None)
+        first = _JOIN if record.parent else _START  # CHANGE-5
+        cause = self._cause or _Cause(*(_ELSEWHERE if self._record else first), None)
         if cause.is_effect and (left := self._left_elsewhere(record, agent)):
             cause = _Cause(left, "elsewhere", cause.at)
         in_doubt = tuple(sorted(set(self._pending.values())))
-        here = frozenset(seat.member for seat in record.seats_of(agent) if seat.status != SPARE)
-        self._change = _GenerationChange(self._record, record, cause, in_doubt, here)
+        seats = record.seats_of(agent)
+        here = frozenset(seat.member for seat in seats if seat.status != SPARE)
+        own = frozenset(seat.member for seat in seats)
+        self._change = _GenerationChange(self._record, record, cause, in_doubt, here, own)
         self._record, self._cause = record, None
         self._pending.clear()
 
@@ -209,6 +219,7 @@ def describe(change: _GenerationChange) -> dict[str, Any]:
     old = {} if before is None else {seat.member: seat for seat in before.seats}
     new = {seat.member: seat for seat in record.seats}
     places = {} if before is None else _places(before)
+    joined = set(new) - set(old) if before is not None or not record.parent else change.own  # CHANGE-5
     moved = [
         {"member": member, "from": places[member], "to": place}
         for member, place in _places(record).items()
@@ -224,7 +235,7 @@ def describe(change: _GenerationChange) -> dict[str, Any]:
         "cause": "; also ".join((change.cause.text, *change.cause.beside)),
         "kind": change.cause.kind,
         "left": sorted(set(old) - set(new)),
-        "joined": sorted(set(new) - set(old)),
+        "joined": sorted(joined),
         "moved": moved,
         "in_doubt": [
             {"step": attempt.step, "generation": attempt.generation, "outcome": _outcome(attempt, record)}

@@ -42,7 +42,8 @@ def record_of(members: Iterable[str], generation: int = 1, *, spares: Iterable[s
     planned = plan([Member(member, "host") for member in members], layout)
     agents = tuple(sorted({member[0] for member in every}))
     known = {"committed": Attempt(0, 1), **fields}
-    return Record("job", generation, "parent", layout, planned, seats, agents, **known)  # type: ignore[arg-type]
+    parent = "parent" if generation > 1 else ""
+    return Record("job", generation, parent, layout, planned, seats, agents, **known)  # type: ignore[arg-type]
 
 
 class Host:

@@ -49,6 +49,19 @@ def test_a_rank_that_leaves_because_its_script_has_raised_is_reported_with_the_e
     assert change["began_at"] == 10.0
 
 
+# CHANGE-5
+def test_an_agent_that_joins_a_running_job_does_not_say_that_the_job_starts() -> None:
+    changes = ChangeReporter()
+    assert list(changes.agreed(record_of(["a0", "a1", "b0"], 5, spares=["b1"]), "b")) == []
+    enter(changes, "b0", 5, 1.0)
+    (change,) = changes.committed("b0", Attempt(9, 5), 2.0)
+    assert (change["cause"], change["kind"]) == ("this host joins", "join")
+    assert (change["joined"], change["left"], change["moved"]) == (["b0", "b1"], [], [])
+    assert list(changes.agreed(record_of(["a0", "b0"], 6), "b")) == []
+    (later,) = changes.ended()
+    assert (later["cause"], later["left"], later["joined"]) == ("a change elsewhere", ["a1", "b1"], [])
+
+
 # CHANGE-2
 def test_a_death_is_reported_with_its_cause_and_phases() -> None:
     changes = started()
