@@ -325,17 +325,22 @@ def _check_run(args: argparse.Namespace) -> None:
     if args.coordinator is not None:
         _host_and_port(args.coordinator)
     if args.module:
-        import importlib.util
-
-        sys.path.insert(0, os.getcwd())
-        try:
-            found = importlib.util.find_spec(args.script)
-        except (ImportError, ValueError):
-            found = None
-        if found is None:
-            raise UsageError(f"there is no module {args.script!r}")
+        _check_module(args.script)
     elif not os.path.isfile(args.script):
         raise UsageError(f"there is no script at {args.script!r}")
+
+
+def _check_module(name: str) -> None:
+    """Look for the package that has the module, which imports nothing. The ranks import it, and report what fails."""
+    import importlib.util
+
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise UsageError(f"there is no module {name!r}")
 
 
 def _check_interfaces(names: Sequence[str], credentials: Credentials) -> None:

@@ -107,6 +107,22 @@ def test_a_bad_command_line_is_refused_in_one_line(arguments: list[str], line: s
     assert refused("run", *arguments) == line
 
 
+@pytest.mark.parametrize(
+    ("init", "error"), [("x = (", "SyntaxError"), ("import no_such_module", "No module named 'no_such_module'")]
+)
+def test_a_package_that_cannot_be_imported_fails_in_the_rank(tmp_path: Path, init: str, error: str) -> None:
+    """The command itself imports nothing of it."""
+    (tmp_path / "badpkg").mkdir()
+    (tmp_path / "badpkg" / "__init__.py").write_text(init)
+    (tmp_path / "badpkg" / "train.py").touch()
+    command = [sys.executable, "-m", "elasticgang", "run", "-m", "badpkg.train"]
+    with Command(tmp_path, command, preloaded=True) as running:
+        assert running.wait() == 1, running.stderr
+        assert "elasticgang: rank 0 failed:\n" in running.stderr
+        assert error in running.stderr
+        assert "elasticgang/launch" not in running.stderr
+
+
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as sock:
