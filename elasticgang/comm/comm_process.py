@@ -127,6 +127,7 @@ class CommProcess:
         self._halted_end = threading.Event()
         self._abort_error: GangError | None = None
         self._works: dict[int, CommWork] = {}
+        self._completed: dict[int, CommWork] = {}  # works that end at this moment
         self._next_id = 0
         self._bodies: dict[tuple[object, ...], bytes] = {}
         self._sent_slabs: set[int] = set()
@@ -554,18 +555,24 @@ class CommProcess:
             self._reply_reader.ring()
             return
         with self._lock:
-            work = self._works.pop(id)
-        self._end(work, None)
+            if (work := self._works.get(id)) is not None:
+                self._completed[id] = work
+                del self._works[id]
+        if (work := self._completed.get(id)) is not None:
+            self._end(work, None)
+            self._completed.pop(id, None)
 
     def _end(self, work: CommWork, error: GangError | None) -> None:
-        staged_tensors = work.staged
-        work.end(error)
-        self._give_back(staged_tensors)
+        if not work.done():
+            work.end(error)
+        self._give_back(work.staged)
+        work.staged.clear()
 
-    def _give_back(self, staged_tensors: Sequence[Any]) -> None:
-        """Release the memory of an ended work."""
-        for staged_tensor in staged_tensors:
-            self._staging.give_back(staged_tensor)
+    def _give_back(self, staged_tensors: list[Any]) -> None:
+        """Release the memory of an ended work. Each tensor leaves the list before its release, so that it is released
+        at most once (REPLY-6)."""
+        while staged_tensors:
+            self._staging.give_back(staged_tensors.pop())
 
     def maintain(self) -> None:
         self.end_found()

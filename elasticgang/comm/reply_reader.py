@@ -10,6 +10,9 @@ REPLY-4  Leader-follower: at most one thread is the server. It gives up this rol
     block, and takes it again afterwards if no other thread has. If a server is needed while there is none, `ring` wakes
     the spare thread or starts one. There are no more threads than blocked callbacks, a server and a spare.
 REPLY-5  Callbacks leave the queue in the order in which they were queued. Each may have a thread of its own.
+REPLY-6  The exception of a signal's handler loses no message. A thread stops being the reader by one assignment, which
+    no handler can interrupt. A received message stays in the inbox until it is processed, and the next reader processes
+    it again, from where the exception interrupted it.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class ReplyReceiver(Protocol):
     @property
     def has_works(self) -> bool: ...
 
-    def finished(self, id: int, reason: str | None) -> None: ...
+    def finished(self, id: int, reason: str | None) -> None:
+        """Called again for the same work if a signal's handler has interrupted the call (REPLY-6)."""
 
     def replied(self, message: dict[str, Any]) -> None: ...
 
@@ -71,6 +75,25 @@ class ReplyReceiver(Protocol):
         """Wait until the process is gone. Called by each thread that ends after `process_ended`."""
 
 
+class _Inbox:
+    """`lengths`: of the received message at the start of `buffer`, while there is one (REPLY-6). `poll`: waits for the
+    next one, or the end of the process."""
+
+    def __init__(self, sock: socket.socket, pidfd: int) -> None:
+        self._sock = sock
+        self.buffer = bytearray(_MAX_MESSAGE)
+        self.lengths: list[int] = []
+        self._flags = (socket.MSG_DONTWAIT,)
+        self.poll = select.poll()
+        for fd in (sock.fileno(), pidfd):
+            self.poll.register(fd, select.POLLIN)
+
+    def receive(self) -> None:
+        """Receive a message, and note its length in the same call of the interpreter: a signal's handler runs before or
+        after both. Raises OSError: there is none."""
+        self.lengths.extend(map(self._sock.recv_into, (self.buffer,), (0,), self._flags))
+
+
 class ReplyReader:
     """Reads the socket of one process. The caller owns the descriptors."""
 
@@ -78,15 +101,13 @@ class ReplyReader:
         """`bell`: an eventfd that wakes the server."""
         self._sock, self._pidfd, self._bell = sock, pidfd, bell
         self._receiver = receiver
-        self._buffer = bytearray(_MAX_MESSAGE)
+        self._inbox = _Inbox(sock, pidfd)
         lock = threading.RLock()
         self._turn, self._spare_called = threading.Condition(lock), threading.Condition(lock)
-        self._is_read = self._is_over = False
+        self._reader: int | None = None  # REPLY-1: its thread's identifier
+        self._is_over = False
         self._num_listeners = 0
         self._waiting: dict[threading.Event, CommWork] = {}
-        self._poll = select.poll()
-        for fd in (sock.fileno(), pidfd):
-            self._poll.register(fd, select.POLLIN)
         self._idle_poll = select.poll()
         for fd in (bell, pidfd):
             self._idle_poll.register(fd, select.POLLIN)
@@ -166,31 +187,34 @@ class ReplyReader:
             left = deadline - time.monotonic()
             if left <= 0:
                 with self._turn:  # REPLY-2
-                    if not self._is_read:
+                    if self._reader is None:
                         self._wake_next()
                 return False
-            if self._take_turn():
-                try:
-                    self._read_until(work.done, deadline)
-                finally:
-                    self._hand_over()
-            else:
+            if not self._read_in_turn(lambda: self._read_until(work.done, deadline)):
                 self._wait_beside(work, left)
         return True
 
-    def _take_turn(self) -> bool:
-        """REPLY-1: become the reader."""
-        with self._turn:
-            if self._is_read or self._is_over:
-                return False
-            self._is_read = True
-            return True
+    def _read_in_turn(self, read: Callable[[], None]) -> bool:
+        """REPLY-1: become the reader, call `read`, and stop being it. False: another thread is the reader, or nothing
+        is left to read."""
+        this_thread = threading.get_ident()
+        try:
+            with self._turn:
+                if self._reader is not None or self._is_over:
+                    return False
+                self._reader = this_thread
+            read()
+        finally:
+            if self._reader == this_thread:
+                self._reader = None  # REPLY-6
+                self._pass_turn()
+        return True
 
     def _wait_beside(self, work: CommWork, seconds: float) -> None:
         """Wait until `work` has ended, or this thread is to read; or for `LONGEST_WAIT_S` (SIGNAL-LATE)."""
         wake = threading.Event()
         with self._turn:
-            if not (self._is_read or self._is_over):
+            if self._reader is None and not self._is_over:
                 return
             self._waiting[wake] = work
         goes_on = False
@@ -202,12 +226,11 @@ class ReplyReader:
             work.forget_wake(wake)
             with self._turn:
                 del self._waiting[wake]
-                if not (goes_on or self._is_read):  # REPLY-2: a signal's handler has raised
+                if not goes_on and self._reader is None:  # REPLY-2: a signal's handler has raised
                     self._wake_next()
 
-    def _hand_over(self) -> None:
+    def _pass_turn(self) -> None:
         with self._turn:
-            self._is_read = False
             self._turn.notify_all()
             self._wake_next()
 
@@ -220,17 +243,19 @@ class ReplyReader:
             self.ring()
 
     def _next_waiter(self) -> threading.Event | None:
-        return next((wake for wake, work in self._waiting.items() if not work.done()), None)
+        return next((wake for wake, work in list(self._waiting.items()) if not work.done()), None)
 
     def _read_until(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
         """Read messages until `is_over()`, the deadline, or the process's end. SIGNAL-LATE: with a deadline, the caller
         may be the first thread."""
-        number = self._sock.fileno()
+        number, inbox = self._sock.fileno(), self._inbox
+        if inbox.lengths:  # REPLY-6
+            self._read_one()
         while not is_over():
             left = None if deadline is None else (deadline - time.monotonic()) * 1000
             if left is not None and left <= 0:
                 return
-            ready = {fd for fd, _ in self._poll.poll(None if left is None else min(left, _LONGEST_POLL_MS))}
+            ready = {fd for fd, _ in inbox.poll.poll(None if left is None else min(left, _LONGEST_POLL_MS))}
             if number in ready:
                 if not self._read_one():
                     return
@@ -245,18 +270,23 @@ class ReplyReader:
 
     def _read_one(self) -> bool:
         """Read one message. False: there is none, or the process has closed its socket."""
+        inbox = self._inbox
         try:
-            length = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+            if not inbox.lengths:
+                inbox.receive()
         except OSError:
             return False
-        data = self._buffer[:length]
+        data = inbox.buffer[: inbox.lengths[0]]
         if not data:
+            inbox.lengths.clear()
             self._over()
             return False
         if data[0] == RUN_MARK:
             _, id = RUN.unpack_from(data)
             self._receiver.finished(id, data[RUN.size :].decode() or None)
+            inbox.lengths.clear()
         else:
+            inbox.lengths.clear()
             self._receiver.replied(json.loads(data))
         return True
 
@@ -323,7 +353,7 @@ class ReplyReader:
                 callback = self._callbacks.popleft()
                 self._num_running += 1
                 self._server = None
-                is_awaited = self._num_listeners > 0 and not self._is_read and self._next_waiter() is None
+                is_awaited = self._num_listeners > 0 and self._reader is None and self._next_waiter() is None
                 if self._callbacks or is_awaited:
                     self._call_server()
             _here.runs_callback = True
@@ -348,23 +378,19 @@ class ReplyReader:
         if self._is_over:
             self._end()
             return
-        if self._num_listeners and self._take_turn():
-            try:
-                self._read_until(self._has_more_to_do)
-            finally:
-                self._hand_over()
+        if self._num_listeners and self._read_in_turn(lambda: self._read_until(self._has_more_to_do)):
             return
         ready = {fd for fd, _ in self._idle_poll.poll(_UNREAD_MS)}
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         if self._pidfd in ready:
             self._is_over = True
-        elif self._receiver.has_works and self._take_turn():
-            try:
-                while self._read_one():  # works without a waiter keep memory and descriptors
-                    pass
-            finally:
-                self._hand_over()
+        elif self._receiver.has_works:
+            self._read_in_turn(self._read_all)  # works without a waiter keep memory and descriptors
+
+    def _read_all(self) -> None:
+        while self._read_one():
+            pass
 
     def _has_more_to_do(self) -> bool:
         """Whether the server has other work than reading."""
@@ -385,9 +411,8 @@ class ReplyReader:
     def _read_the_rest(self) -> None:
         """Read the messages that the process has sent."""
         with self._turn:  # the present reader notices the end of the process too, and stops soon
-            self._turn.wait_for(lambda: not self._is_read, _LAST_READER_S)
-            self._is_read = True
+            self._turn.wait_for(lambda: self._reader is None, _LAST_READER_S)
+            self._reader = threading.get_ident()
         self._is_over = True
-        while self._read_one():
-            pass
+        self._read_all()
         self._receiver.end_found()

@@ -64,10 +64,10 @@ class CommWork(Work):
             return self._resolving
 
     def end(self, error: GangError | None) -> None:
-        """End the work. Called once, by the thread that learned of the end. It writes the outputs first (COMM-4) and
-        leaves the future to the reply reader's threads (COMM-5)."""
-        staged_tensors, self.staged = self.staged, []
-        for staged_tensor in staged_tensors[: len(self._outputs)]:
+        """End the work. Called by the thread that learned of the end. It writes the outputs first (COMM-4) and leaves
+        the future to the reply reader's threads (COMM-5). Called again only if a signal's handler has interrupted it
+        before the work had ended (REPLY-6)."""
+        for staged_tensor in self.staged[: len(self._outputs)]:
             if error is None:
                 staged_tensor.copy_out()
             elif self.is_sent:

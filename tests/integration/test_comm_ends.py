@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -452,6 +453,9 @@ def test_a_kill_that_nobody_waits_for_ends_the_works_while_a_callback_runs(world
     future.wait()
 
 
+NUM_INTERRUPTED = 3000
+
+
 class _Interrupt(Exception):
     pass
 
@@ -503,4 +507,36 @@ def test_a_wait_that_a_signal_interrupts_leaves_nobody_waiting_for_it(worlds: Wo
     for _ in range(2):
         submit(1, "all").wait(GUARD_S)
     assert returned.wait(GUARD_S)
+    assert not comm.ended
+
+
+# REPLY-6
+def test_an_exception_of_a_signals_handler_loses_no_reply_at_whatever_moment(worlds: Worlds) -> None:
+    world = worlds(1)
+    comm, is_armed, num_interrupted = world.comms[0], False, 0
+    delays = random.Random(1)
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal is_armed
+        if is_armed:
+            is_armed = False
+            raise _Interrupt
+
+    former = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(NUM_INTERRUPTED):
+            try:
+                is_armed = True
+                signal.setitimer(signal.ITIMER_REAL, delays.uniform(1e-6, 8e-4))
+                start_sum(comm, torch.ones(1000)).wait(GUARD_S)
+            except _Interrupt:
+                num_interrupted += 1
+            is_armed = False
+            tensor = torch.full((1000,), 2.0)
+            start_sum(comm, tensor).wait(GUARD_S)
+            assert bool((tensor == 2).all())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, former)
+    assert num_interrupted > NUM_INTERRUPTED // 100
     assert not comm.ended
