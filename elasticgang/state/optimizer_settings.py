@@ -51,6 +51,8 @@ def set_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
             and (own.shape, own.dtype) == (value.shape, value.dtype)
         ):
             own.copy_(value)
+        elif isinstance(own, tuple) and type(value) is tuple and len(own) == len(value):
+            group[key] = _made_as(own, copy_of(value))  # a named tuple is sent as a tuple
         else:
             group[key] = copy_of(value)
 
@@ -63,7 +65,14 @@ def copy_of(value: Any) -> Any:
         return {key: copy_of(item) for key, item in value.items()}
     if isinstance(value, list):
         return list(map(copy_of, value))
-    return tuple(map(copy_of, value)) if type(value) is tuple else value
+    if isinstance(value, tuple):
+        return _made_as(value, tuple(map(copy_of, value)))
+    return value
+
+
+def _made_as(like: tuple[Any, ...], items: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`items` as a tuple with names, if `like` has them."""
+    return type(like)(*items) if hasattr(like, "_fields") else items
 
 
 def check_num_groups(name: str, offered: Sequence[object], optimizer: Any) -> None:

@@ -19,7 +19,7 @@ from elasticgang.protocol import (
 )
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Action, Attempt
-from elasticgang.protocol.coordinator_messages import CollectReport, DecisionRef, EndGeneration, Ready
+from elasticgang.protocol.coordinator_messages import CollectReport, DecisionRef, EndGeneration, Hello, Ready
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
@@ -132,6 +132,7 @@ def _newer_by_generation(ref: DecisionRef, than: DecisionRef) -> bool:
 
 
 _exit = CoordinatorState._exit
+_hello = CoordinatorState._hello
 
 
 def _exit_for_good(self: CoordinatorState, agent: str, reason: str, *, has_left: bool = False) -> Any:
@@ -144,7 +145,16 @@ def _collect_at_once(self: AgentSession) -> Any:
     return [CollectReport()]
 
 
+def _hello_beside_another(self: CoordinatorState, number: int, hello: Hello) -> Any:
+    self._asked.clear()
+    return _hello(self, number, hello)
+
+
 RECORD_MUTANTS = {
+    "a session that has yet to send its decision stays": UnitMutant(
+        ((CoordinatorState, "_hello", _hello_beside_another),),
+        test_coordinator_state.test_a_newer_session_closes_the_one_that_has_not_sent_its_decision,
+    ),
     "a job is abandoned without sessions": UnitMutant(
         ((CoordinatorState, "is_abandoned", property(_is_without_sessions)),),
         lambda: test_coordinator_state.test_a_job_is_abandoned_once_every_agent_of_its_record_is_lost(False),

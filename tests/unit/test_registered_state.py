@@ -90,13 +90,21 @@ class Schedule(NamedTuple):
     rate: float
 
 
-def test_a_setting_with_names_is_sent_as_a_tuple() -> None:
+def test_a_setting_with_names_is_sent_as_a_tuple_and_has_them_again() -> None:
     model, registered = nn.Linear(3, 2), RegisteredState()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    optim.param_groups[0]["schedule"] = Schedule(5, 0.5)
+    (group,) = optim.param_groups
+    group["schedule"] = Schedule(5, 0.5)
     registered.register(optim=optim)
-    spec, _ = flatten(registered.large())
-    assert unflatten(spec, [])["optimizers"]["optim"]["param_groups"][0]["schedule"] == (5, 0.5)
+    registered.begin_step()
+    spec, _ = flatten(registered.small(cloned=True)["settings"])
+    received = unflatten(spec, [])
+    assert received["optim"][0]["schedule"] == (5, 0.5)
+    for settings in (received, registered.small(cloned=True)["settings"]):
+        group["schedule"] = Schedule(6, 0.25)
+        registered.load_small({"buffers": {}, "others": {}, "settings": settings})
+        assert group["schedule"] == Schedule(5, 0.5)
+        assert group["schedule"].rate == 0.5
 
 
 @pytest.mark.parametrize("dropped", [True, False], ids=["a dropped step", "a heal"])

@@ -125,6 +125,7 @@ RULES = {
     "MEMBER-6": ("the last holder leaves", "the last holder leaves before another layout is taken"),
     "MEMBER-7": ("holders keep nothing", "spares are not relieved"),
     "MOVED": ("leases of another address are not thought of",),
+    "NEWEST": ("a session that has yet to send its decision stays",),
     "NEXT-1": ("chains are told apart by number",),
     "NEXT-2": ("who does not fit is let in",),
     "NEXT-3": ("draining members count like others",),
