@@ -172,9 +172,10 @@ def explain(args: argparse.Namespace) -> int:
     if generation is None and (args.job or "").isdecimal() and registry.newest(args.job) is None:
         args.job, generation = None, int(args.job)  # `elasticgang explain 7`
     path = _event_file(args.job)
+    is_alive = registry.is_running(path)  # first: the last events of an agent that ends are read then
     found = list(read_events(path, _warn))
     try:
-        for line in tell(found, generation, lambda generation: read_incident(path.parent, generation, _warn)):
+        for line in tell(found, generation, lambda generation: read_incident(path.parent, generation, _warn), is_alive):
             print(line)
     except ValueError as exc:
         raise UsageError(str(exc)) from exc

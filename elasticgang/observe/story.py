@@ -10,6 +10,7 @@ from elasticgang.observe.change_report import PHASES, name_layout
 
 Event = Mapping[str, Any]
 
+DIED = "the agent ended without a word: it was killed, or its host went down"
 _NUM_LINES = 10
 _NUM_MEMBERS = 12  # of each kind, in a story
 _MAX_VALUE = 120  # characters of a list, in a line
@@ -35,9 +36,11 @@ def tell(
     events: Sequence[Event],
     generation: int | None = None,
     incident: Callable[[int], Event | None] = lambda generation: None,
+    is_alive: bool | None = None,
 ) -> Iterator[str]:
     """The generation changes that nobody planned, or that changed the layout; or that of one `generation`. Yields
-    lines. `incident`: returns what the agent has left about one of them.
+    lines. `incident`: returns what the agent has left about one of them. `is_alive`: whether the agent runs; None:
+    unknown.
 
     Raises:
         ValueError: there is no such change.
@@ -56,12 +59,23 @@ def tell(
         found = incident(change["generation"])
         if found is not None:
             yield from _tell_incident(found)
-    end = next((event for event in reversed(events) if event["event"] in ("failed", "ended")), None)
-    if end is not None and generation is None:
+    end = _tell_end(events, is_alive) if generation is None else ""
+    if end:
         yield ""
-        yield f"{_clock(end)}  the job {end['event']}: {end.get('reason', '')}"
+        yield end
     elif not chosen:
         yield "no rank was lost"
+
+
+def _tell_end(events: Sequence[Event], is_alive: bool | None) -> str:
+    """How the newest job of the log ended. Empty: it runs, it has finished, or the log cannot tell."""
+    started = max((place for place, event in enumerate(events) if event["event"] == "started"), default=0)
+    ours = events[started:]
+    for event in reversed(ours):
+        if event["event"] in ("failed", "ended"):
+            return f"{_clock(event)}  the job {event['event']}: {event.get('reason', '')}"
+    has_word = any(event["event"] in ("exiting", "signal") for event in ours)
+    return f"{_clock(ours[-1])}  {DIED}" if is_alive is False and ours and not has_word else ""
 
 
 def _tell_change(change: Event, events: Sequence[Event]) -> Iterator[str]:

@@ -94,6 +94,12 @@ def find(what: str | None) -> list[tuple[Path, Callable[[], bool]]]:
     return [(agent.log_dir / EVENTS, functools.partial(_is_alive, path)) for path, agent in chosen]
 
 
+def is_running(path: Path) -> bool | None:
+    """Whether the newest agent that writes this event file runs. None: no agent is listed for it."""
+    agents = [agent for _, agent in _listed() if agent.log_dir / EVENTS == path.absolute()]
+    return agents[-1].is_alive if agents else None
+
+
 def newest(what: str | None) -> Path | None:
     """The event file of the newest agent of that job, see `find`. `what` is None: of all agents that run, or, if none
     does, that have run; one without events is left out."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from elasticgang.observe.event_names import DATA_WORKER_LOSSES
 from elasticgang.observe.pace import NUM_BEGINNINGS, Commits, mean_numbers, seconds_lost, step_seconds, steps_per_second
+from elasticgang.observe.story import DIED
 
 Event = Mapping[str, Any]
 
@@ -227,7 +228,7 @@ class Summary:
             return {"state": "finished", "reason": ""}
         if self._signal is not None:
             return {"state": "stopped", "reason": f"the agent was stopped by {self._signal['signal']}"}
-        return {"state": "died", "reason": "the agent ended without a word: it was killed, or its host went down"}
+        return {"state": "died", "reason": DIED}
 
     def _checkpoint(self, now_s: float) -> dict[str, Any] | None:
         """The newest complete one. What only a rank of its host knows is None."""

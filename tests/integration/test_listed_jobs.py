@@ -84,6 +84,22 @@ def test_the_events_of_a_job_are_found_without_its_directory(
     assert said("explain", "nosuch")[0] == 2
 
 
+def test_an_agent_that_was_killed_is_told_to_have_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(job: str) -> str:
+        assert main(["explain", job]) == 0
+        return capsys.readouterr().out
+
+    with agent("one", str(tmp_path / "log")) as (process, log_dir):
+        write_events(log_dir, "a cause")
+        assert "the agent ended without a word" not in said("one")
+        process.kill()
+        process.wait()
+        for named in ("one", str(log_dir)):
+            assert said(named).endswith("the agent ended without a word: it was killed, or its host went down\n")
+    write_events(tmp_path / "copy", "a cause")
+    assert "the agent ended without a word" not in said(str(tmp_path / "copy")), "nobody knows"
+
+
 # LISTED-1
 def test_a_job_is_listed_while_its_agent_lives(run_dir: Path, tmp_path: Path) -> None:
     assert alive() == []

@@ -79,6 +79,20 @@ def test_the_end_of_the_job_is_told() -> None:
     assert list(tell(LOSS[:4])) == ["no rank was lost"]
 
 
+def test_an_agent_that_ended_without_a_word_is_told() -> None:
+    runs = [event(0.5, "started"), *LOSS[:4]]
+    died = "the agent ended without a word: it was killed, or its host went down"
+    assert list(tell(runs, is_alive=False))[-1] == f"{line_of(runs[-1])[:12]}  {died}"
+    assert list(tell([*runs, *LOSS[4:]], is_alive=False))[-1].endswith(died)
+    for is_alive in (True, None):
+        assert list(tell(runs, is_alive=is_alive)) == ["no rank was lost"]
+    for last in (event(10.0, "exiting", code=0), event(10.0, "signal", signal="SIGINT")):
+        assert list(tell([*runs, last], is_alive=False)) == ["no rank was lost"]
+    assert died not in "\n".join(tell([*runs, *LOSS[4:]], 2, is_alive=False))
+    earlier = event(0.1, "failed", code=1, reason="of the job before")
+    assert list(tell([event(0.0, "started"), earlier, *runs], is_alive=False))[-1].endswith(died)
+
+
 def test_what_came_before_a_change_is_told_with_it() -> None:
     events = [*LOSS[:4], event(7.9, "hung", member="h/1/b", pid=11), *LOSS[4:]]
     (line,) = [line for line in tell(events) if "before it" in line]
