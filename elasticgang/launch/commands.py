@@ -186,6 +186,7 @@ def status(args: argparse.Namespace) -> int:
     import json
     import time
 
+    from elasticgang.errors import reason_of
     from elasticgang.watch import registry
     from elasticgang.watch.reader import JobReader
     from elasticgang.watch.terminal import lines_of
@@ -196,7 +197,11 @@ def status(args: argparse.Namespace) -> int:
         print(f"elasticgang: {what} on this host, as far as this user can see", file=sys.stderr)
         return 1
     while True:
-        found = [reader.read() for reader in readers]
+        try:
+            found = [reader.read() for reader in readers]
+        except OSError as exc:
+            print(f"elasticgang: error: {exc.filename} cannot be read: {reason_of(exc)}", file=sys.stderr)
+            return 1
         if args.json:
             print("\n".join(map(json.dumps, found)), flush=True)
         else:

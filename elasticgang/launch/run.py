@@ -87,8 +87,10 @@ def run_job(args: argparse.Namespace, credentials: Credentials, listeners: Mappi
     log_to(output, args.log_level)
     try:
         with contextlib.ExitStack() as held:
+            # Before the job is listed: its directory may not be usable.
+            given = None if args.log_dir is None else EventLog(args.log_dir, output.write_line)
             log_dir = _list_job(held, job.job_id, args.log_dir, output)
-            events = EventLog(log_dir, output.write_line, is_bounded=args.log_dir is None)
+            events = given or EventLog(log_dir, output.write_line, is_bounded=True)
             scalars = args.tensorboard_dir and os.path.join(args.tensorboard_dir, job.job_id)
             _serve(held, listeners, log_dir, scalars, output)
             held.callback(events.close)  # before the page's server ends: it reads the last ones

@@ -37,7 +37,7 @@ def complete_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
         with path.open("rb") as file:
             file.seek(offset)
             data = file.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return [], offset
     data = data[: data.rfind(b"\n") + 1]
     return data.splitlines(), offset + len(data)

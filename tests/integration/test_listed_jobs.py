@@ -17,6 +17,7 @@ from elasticgang.environment import RUN_DIR
 from elasticgang.errors import OperationalError
 from elasticgang.launch.cli import main
 from elasticgang.watch import registry
+from tests.support import Command
 
 AGENT = """
 import os, sys
@@ -98,6 +99,32 @@ def test_an_agent_that_was_killed_is_told_to_have_ended(tmp_path: Path, capsys: 
             assert said(named).endswith("the agent ended without a word: it was killed, or its host went down\n")
     write_events(tmp_path / "copy", "a cause")
     assert "the agent ended without a word" not in said(str(tmp_path / "copy")), "nobody knows"
+
+
+def test_a_job_whose_log_directory_is_a_file_is_not_listed(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("no directory")
+    (tmp_path / "script.py").touch()
+    run = [sys.executable, "-m", "elasticgang", "run", "--log-dir", str(tmp_path / "log"), str(tmp_path / "script.py")]
+    with Command(tmp_path / "out", run, preloaded=True) as job:
+        assert job.wait() == 2, job.stderr
+        assert "cannot write events to --log-dir" in job.stderr
+    assert list((tmp_path / "run").glob("*.agent.json")) == []
+
+
+def test_events_that_cannot_be_read_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(job: str) -> tuple[int, str]:
+        code = main(["status", job])
+        return code, capsys.readouterr().err
+
+    (tmp_path / "log").write_text("no directory")
+    with agent("one", str(tmp_path / "log")):
+        assert said("one") == (0, ""), "it has no events yet"
+    (tmp_path / "log").unlink()
+    (tmp_path / "log" / registry.EVENTS).mkdir(parents=True)  # as a file that may not be read, also for root
+    path = tmp_path / "log" / registry.EVENTS
+    assert said("one") == (1, f"elasticgang: error: {path} cannot be read: Is a directory\n")
 
 
 # LISTED-1
