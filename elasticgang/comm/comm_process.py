@@ -39,6 +39,7 @@ from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.dtypes import gloo_dtype
 from elasticgang.collectives.table import TABLE
 from elasticgang.comm.arena import Arena
+from elasticgang.comm.reentry import check_reentry, here
 from elasticgang.comm.reply_reader import ReplyReader
 from elasticgang.comm.staging import Staging
 from elasticgang.comm.work import CommWork
@@ -119,7 +120,7 @@ class CommProcess:
         self._arena = arena
         self._staging = Staging.of(arena)
         self._num_discarded = len(arena.discarded)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # REPLY-7
         self._send_lock = threading.Lock()
         self._add_lock = threading.Lock()
         self._ended = self._is_fenced = self._has_died = self._has_slow_callback = False
@@ -173,7 +174,7 @@ class CommProcess:
 
     def _disown(self) -> None:
         """COMM-7. Runs in a forked child, which has no other thread: one of the parent may hold a lock."""
-        self._lock, self._send_lock, self._add_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._lock, self._send_lock, self._add_lock = threading.RLock(), threading.Lock(), threading.Lock()
         self._replied = threading.Condition(self._lock)
         self._is_inherited = self._ended = self._is_fenced = self._is_reaped = self._is_gone = True
         self._halts, self.block = False, None
@@ -289,13 +290,23 @@ class CommProcess:
         process's. `fail`: see `CommWork`. Never raises GangError: the returned work has failed instead.
 
         Raises:
-            InvalidOperationError: this is a forked child (COMM-7).
+            InvalidOperationError: this is a forked child (COMM-7), or see `check_reentry`.
         """
         if self._is_inherited:
             raise _not_own()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # later calls reuse the tensors that this one makes
                 return self.submit(group, collective, timeout, fail)
+        check_reentry()
+        try:
+            here.is_inside = True  # REENTRY-2
+            return self._submit(group, collective, timeout, fail)
+        finally:
+            here.is_inside = False
+
+    def _submit(
+        self, group: str, collective: Collective, timeout: float | None, fail: Callable[[GangError], None] | None
+    ) -> CommWork:
         call, kind, timeout = collective.call, TABLE[collective.call], collective.timeout_s or timeout
         work = CommWork(self._reply_reader, call, collective.outputs, (timeout or self.timeout) + kind.grace_s, fail)
         tensors = collective.outputs if kind.is_in_place else (*collective.outputs, *collective.inputs)

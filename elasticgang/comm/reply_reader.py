@@ -13,6 +13,8 @@ REPLY-5  Callbacks leave the queue in the order in which they were queued. Each 
 REPLY-6  The exception of a signal's handler loses no message. A thread stops being the reader by one assignment, which
     no handler can interrupt. A received message stays in the inbox until it is processed, and the next reader processes
     it again, from where the exception interrupted it.
+REPLY-7  A signal's handler that waits for a work while its thread is the reader reads in its place, into an inbox of
+    its own. It cannot if its thread starts a collective or processes a message (REENTRY-1).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from elasticgang.comm.reentry import check_reentry, here
 from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import RUN, RUN_MARK
 from elasticgang.process.late_signals import LONGEST_WAIT_S
@@ -181,7 +184,12 @@ class ReplyReader:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def wait_for(self, work: CommWork, timeout: float) -> bool:
-        """Wait until `work` has ended, and read if no other thread does. False: it has not ended in time."""
+        """Wait until `work` has ended, and read if no other thread does. False: it has not ended in time.
+
+        Raises:
+            InvalidOperationError: see `check_reentry`.
+        """
+        check_reentry()
         deadline = time.monotonic() + timeout
         while not work.done():
             left = deadline - time.monotonic()
@@ -198,6 +206,9 @@ class ReplyReader:
         """REPLY-1: become the reader, call `read`, and stop being it. False: another thread is the reader, or nothing
         is left to read."""
         this_thread = threading.get_ident()
+        if self._reader == this_thread:
+            self._read_within(read)
+            return True
         try:
             with self._turn:
                 if self._reader is not None or self._is_over:
@@ -209,6 +220,15 @@ class ReplyReader:
                 self._reader = None  # REPLY-6
                 self._pass_turn()
         return True
+
+    def _read_within(self, read: Callable[[], None]) -> None:
+        """REPLY-7"""
+        inbox = self._inbox
+        try:
+            self._inbox = _Inbox(self._sock, self._pidfd)
+            read()
+        finally:
+            self._inbox = inbox
 
     def _wait_beside(self, work: CommWork, seconds: float) -> None:
         """Wait until `work` has ended, or this thread is to read; or for `LONGEST_WAIT_S` (SIGNAL-LATE)."""
@@ -276,11 +296,19 @@ class ReplyReader:
                 inbox.receive()
         except OSError:
             return False
-        data = inbox.buffer[: inbox.lengths[0]]
-        if not data:
+        if not inbox.lengths[0]:
             inbox.lengths.clear()
             self._over()
             return False
+        try:
+            here.is_inside = True
+            self._process(inbox)
+        finally:
+            here.is_inside = False
+        return True
+
+    def _process(self, inbox: _Inbox) -> None:
+        data = inbox.buffer[: inbox.lengths[0]]
         if data[0] == RUN_MARK:
             _, id = RUN.unpack_from(data)
             self._receiver.finished(id, data[RUN.size :].decode() or None)
@@ -288,7 +316,6 @@ class ReplyReader:
         else:
             inbox.lengths.clear()
             self._receiver.replied(json.loads(data))
-        return True
 
     # -- the threads
 

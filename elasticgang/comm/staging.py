@@ -17,6 +17,7 @@ from torch import Tensor
 
 from elasticgang.collectives.collective import writing
 from elasticgang.comm.arena import Arena, Block
+from elasticgang.comm.reentry import check_reentry, here
 from elasticgang.comm.storage_mapping import MappedTensor, StorageMappings
 
 
@@ -74,8 +75,17 @@ class Staging:
             return _made.setdefault(arena, Staging(arena))
 
     def empty(self, num: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialized vector of `num` elements, which is not copied if it is large and there is shared memory."""
-        memory = self._storages.allocate(num * dtype.itemsize)
+        """An uninitialized vector of `num` elements, which is not copied if it is large and there is shared memory.
+
+        Raises:
+            InvalidOperationError: see `check_reentry`.
+        """
+        check_reentry()
+        try:
+            here.is_inside = True
+            memory = self._storages.allocate(num * dtype.itemsize)
+        finally:
+            here.is_inside = False
         return torch.empty(num, dtype=dtype, device="cpu") if memory is None else memory.view(dtype)
 
     def stage(self, tensor: Tensor, dtype: torch.dtype) -> StagedTensor:

@@ -49,7 +49,7 @@ class CommWork(Work):
         self._is_ended = False
         self._wakes: list[threading.Event] = []  # events of threads that wait while another thread reads
         self._resolving: torch.futures.Future[list[Tensor]] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # REPLY-7
 
     @property
     def future(self) -> torch.futures.Future[list[Tensor]]:
@@ -85,7 +85,7 @@ class CommWork(Work):
 
     def abandon(self, error: InvalidOperationError) -> None:
         """End the work in a forked child, which gets no result: `wait` raises `error`. Accesses no tensor (COMM-7)."""
-        self._lock = threading.Lock()  # a thread of the parent may have held the old one
+        self._lock = threading.RLock()  # a thread of the parent may have held the old one
         self.error, self.fail, self._resolving = error, None, None
         self._is_ended = True
 

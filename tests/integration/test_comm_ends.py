@@ -18,11 +18,18 @@ import pytest
 import torch
 
 from elasticgang.collectives.collective import Collective
-from elasticgang.comm.arena import Arena
+from elasticgang.comm.arena import Arena, Block
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.staging import Staging
 from elasticgang.comm.work import CommWork
-from elasticgang.errors import CollectiveTimeoutError, ElasticGangError, GangError, PeerLostError, StaleGenerationError
+from elasticgang.errors import (
+    CollectiveTimeoutError,
+    ElasticGangError,
+    GangError,
+    InvalidOperationError,
+    PeerLostError,
+    StaleGenerationError,
+)
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
 from tests.integration.comm_calls import AT_ONCE_S, GUARD_S, all_reduce, kill, start_sum
 from tests.integration.conftest import World, Worlds
@@ -453,7 +460,7 @@ def test_a_kill_that_nobody_waits_for_ends_the_works_while_a_callback_runs(world
     future.wait()
 
 
-NUM_INTERRUPTED = 3000
+NUM_INTERRUPTED = 1000
 
 
 class _Interrupt(Exception):
@@ -538,5 +545,69 @@ def test_an_exception_of_a_signals_handler_loses_no_reply_at_whatever_moment(wor
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, former)
-    assert num_interrupted > NUM_INTERRUPTED // 100
+    assert num_interrupted > NUM_INTERRUPTED // 50
     assert not comm.ended
+
+
+# REPLY-7
+@pytest.mark.parametrize("reads", [True, False], ids=["the reader", "beside the reader"])
+def test_a_signals_handler_performs_a_collective_while_its_thread_waits(worlds: Worlds, reads: bool) -> None:
+    world = worlds(2, names=("never", "all"))
+    tensors = [torch.ones(1), torch.ones(1)]
+    sums: list[float] = []
+    for _ in range(2):  # then the servers do not read any more
+        for work in [start_sum(comm, torch.ones(1)) for comm in world.comms]:
+            work.wait(GUARD_S)
+
+    def handle(number: int, frame: object) -> None:
+        works = [start_sum(comm, tensor) for comm, tensor in zip(world.comms, tensors, strict=True)]
+        for work in works:
+            work.wait(GUARD_S)
+        sums.extend(tensor.item() for tensor in tensors)
+        start_sum(world.comms[1], torch.ones(1), "never").wait(GUARD_S)
+
+    awaited = start_sum(world.comms[0], torch.ones(1), "never")
+    begun = threading.Event()
+
+    def read() -> None:
+        begun.set()
+        awaited.wait(GUARD_S)
+
+    reader = threading.Thread(target=read)
+    former = signal.signal(signal.SIGALRM, handle)
+    try:
+        if not reads:
+            reader.start()
+            begun.wait(GUARD_S)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        awaited.wait(GUARD_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, former)
+    assert sums == [2.0, 2.0]
+    if not reads:
+        reader.join(GUARD_S)
+
+
+# REENTRY-1, REENTRY-2
+def test_a_signals_handler_that_interrupts_a_start_is_refused(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = worlds(1)
+    comm, take = world.comms[0], world.arena.take
+    refused: list[type[BaseException]] = []
+
+    def interrupt(num_bytes: int) -> Block:
+        """As a handler at this point."""
+        for call in (lambda: start_sum(comm, torch.ones(1)), lambda: pending.wait(GUARD_S)):
+            with pytest.raises(InvalidOperationError) as caught:
+                call()
+            refused.append(caught.type)
+        return take(num_bytes)
+
+    pending = start_sum(comm, torch.ones(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(world.arena, "take", interrupt)
+        work = start_sum(comm, torch.ones(1))
+    assert len(refused) == 2
+    work.wait(GUARD_S)
+    pending.wait(GUARD_S)
+    start_sum(comm, torch.ones(1)).wait(GUARD_S)
