@@ -130,6 +130,7 @@ class CommProcess:
         self._works: dict[int, CommWork] = {}
         self._completed: dict[int, CommWork] = {}  # works that end at this moment
         self._next_id = 0
+        self._ranks: dict[str, int] = {}  # by group
         self._bodies: dict[tuple[object, ...], bytes] = {}
         self._sent_slabs: set[int] = set()
         self._replies: list[dict[str, Any]] = []
@@ -227,6 +228,7 @@ class CommProcess:
             GangError: a peer did not connect, or the process was aborted. Abort it.
         """
         self._on_error = on_error
+        self._ranks = {spec.name: spec.rank for spec in groups}
         specs = [{"name": spec.name, "rank": spec.rank, "size": spec.size} for spec in groups]
         self.timeout = timeout or self.timeout
         message = {
@@ -253,6 +255,7 @@ class CommProcess:
         """
         spec = {"name": group.name, "rank": group.rank, "size": group.size}
         timeout = timeout or self.timeout
+        self._ranks[group.name] = group.rank
         message = {"kind": "add", "prefix": prefix, "groups": [spec], "store": store, "timeout_s": timeout}
         with self._add_lock:  # replies do not name their group
             if self.block is not None:
@@ -262,6 +265,7 @@ class CommProcess:
 
     def remove_group(self, name: str) -> None:
         """Remove a group without pending works. Does nothing if the process has ended."""
+        self._ranks.pop(name, None)
         with contextlib.suppress(PeerLostError, InvalidOperationError):
             self._send({"kind": "remove", "name": name})
 
@@ -324,6 +328,9 @@ class CommProcess:
             return work
         for staged_tensor in work.staged[first_input:]:
             staged_tensor.copy_in()
+        if call == "broadcast" and collective.peer == self._ranks.get(group):
+            for staged_tensor in work.staged:
+                staged_tensor.is_written = False  # STAGING-4
         if not self._start(work, self._encoded(group, collective, timeout, work.staged), group):
             self._end(work, StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
         return work

@@ -4,6 +4,7 @@ STAGING-1  The caller's tensor keeps its address, strides and version, and its v
 STAGING-2  A dtype that cannot be reduced is refused before anything is sent.
 STAGING-3  A tensor on a device is copied through a block. Its collective begins once the caller's stream has drained,
     and ends once the result is on the device: it is never in a stream of another thread that the caller's might pass.
+STAGING-4  Nothing is written to the tensor of a broadcast's root: autograd may have saved it, and notices a write.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from elasticgang.comm.storage_mapping import MappedTensor, StorageMappings
 
 @dataclass(eq=False)
 class StagedTensor:
-    """`tensor` in a block. `staged`: a copy in the block; None if the tensor's own memory is shared."""
+    """`tensor` in a block. `staged`: a copy in the block; None if the tensor's own memory is shared. `is_written`: whether
+    the collective changes it, if it is an output."""
 
     tensor: Tensor
     block: Block
     staged: Tensor | None
     shared: MappedTensor | None
     described: tuple[int, int, torch.Size, str]
+    is_written: bool = True
 
     def copy_in(self) -> None:
         if self.staged is not None:
@@ -39,6 +42,8 @@ class StagedTensor:
                 inside.copy_(outside)
 
     def copy_out(self) -> None:
+        if not self.is_written:  # STAGING-4
+            return
         if self.tensor.is_inference():
             with writing(self.tensor):  # STAGING-1
                 self._copy_out()

@@ -71,6 +71,17 @@ def test_a_broadcast_of_any_dtype_from_any_rank(trio: World, dtype: torch.dtype,
     assert all(torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)) for tensor in tensors)
 
 
+# STAGING-4
+def test_the_backward_of_a_broadcasts_root_finds_its_parameter_as_it_was(trio: World) -> None:
+    for num in (4, 9 << 20):
+        tensors = [torch.full((num,), float(rank), requires_grad=True) for rank in range(3)]
+        for _ in range(2):  # the second time, large ones are in shared memory
+            loss = (tensors[1] * tensors[1]).sum()
+            broadcast(trio, tensors, 1)
+            torch.autograd.backward(loss)
+        assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_broadcast_of_any_shape(trio: World, shape: tuple[int, ...]) -> None:
     tensors = [torch.full(shape, rank) for rank in range(3)]
