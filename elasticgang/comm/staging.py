@@ -24,8 +24,8 @@ from elasticgang.comm.storage_mapping import MappedTensor, StorageMappings
 
 @dataclass(eq=False)
 class StagedTensor:
-    """`tensor` in a block. `staged`: a copy in the block; None if the tensor's own memory is shared. `is_written`: whether
-    the collective changes it, if it is an output."""
+    """`tensor` in a block. `staged`: a copy in the block; None if the tensor's own memory is shared. `is_written`: the
+    collective changes it, if it is an output."""
 
     tensor: Tensor
     block: Block

@@ -155,6 +155,10 @@ class Reducer(Protocol):
 
     is_reproducible: bool
 
+    @property
+    def has_started(self) -> bool:
+        """Whether all reductions of this step have started."""
+
     def contribute(self) -> None:
         """Start to reduce the accumulated gradients, unless this step's backward has done so."""
 

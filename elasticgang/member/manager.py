@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -419,6 +420,13 @@ class QuorumManager:
 
     def add_reducer(self, reducer: Reducer) -> None:
         self._driver.reducers.append(reducer)
+
+    def is_turn_of(self, reducer: Reducer) -> bool:
+        """Whether all reducers that were added before `reducer` have started their reductions of this step: a rank
+        without slots starts them in this order, and in no other."""
+        reducers = self._driver.reducers
+        before = itertools.takewhile(lambda each: each is not reducer, reducers)
+        return all(each.has_started for each in before)
 
     @property
     def is_reproducible(self) -> bool:

@@ -17,6 +17,8 @@ DDP-8  After the buckets, the ranks sum for each parameter how many of them have
     and no optimizer changes the parameter. The sums of slots count it themselves (SUM-3).
 DDP-9  A gradient lies in its bucket in the order in which its parameter lies in memory, a complex one as pairs of real
     numbers. `GradBucket.gradients` takes every parameter to be contiguous and real, and is not used.
+DDP-10  The wrappers of a rank reduce in the order in which they were made, because a rank without slots does. If the
+    backward of one comes before that of an earlier one, its buckets wait for the vote.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -67,7 +69,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """A bucket whose reduction has begun. `version`: of `buffer` at that time. `own`: the gradients of this rank."""
+    """A bucket that backward has filled. `version`: of `buffer` at that time. `own`: the gradients of this rank."""
 
     parameters: list[Tensor]
     gradients: list[Tensor]
@@ -154,6 +156,7 @@ class DistributedDataParallel(nn.Module):
         self._finds_unused = find_unused_parameters
         self._pending: list[Work] = []
         self._reduced: list[_Reduced] = []  # one entry for each bucket
+        self._num_started = 0  # of them
         self._counts: Tensor | None = None  # DDP-8
         self._accumulates = False
         self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
@@ -240,15 +243,28 @@ class DistributedDataParallel(nn.Module):
         gradients = self._gradients_in(buffer, index)
         own = [None if each.grad is None else part for each, part in zip(parameters, gradients, strict=True)]
         self._reduced.append(_Reduced(parameters, gradients, own, buffer, buffer._version))
-        if self._of_slots is not None:
-            self._of_slots.reduce(index, own)
+        self._start_in_turn()
+
+    @property
+    def has_started(self) -> bool:
+        return self._num_started == len(self._parameters_of)
+
+    def _start_in_turn(self) -> None:
+        """DDP-10."""
+        if not self._manager.is_turn_of(self):
             return
-        # `data` has a version of its own: the reduction is no late backward (DDP-7).
-        self._start(buffer.data)
-        if len(self._reduced) == len(self._parameters_of):  # DDP-8
-            own = [gradient for each in self._reduced for gradient in each.own]
-            self._counts = counts_of(own, torch.int32, buffer.device)
-            self._start(self._counts)
+        while self._num_started < len(self._reduced):
+            index, each = self._num_started, self._reduced[self._num_started]
+            self._num_started += 1
+            if self._of_slots is not None:
+                self._of_slots.reduce(index, each.own)
+                continue
+            # `data` has a version of its own: the reduction is no late backward (DDP-7).
+            self._start(each.buffer.data)
+            if self.has_started:  # DDP-8
+                own = [gradient for bucket in self._reduced for gradient in bucket.own]
+                self._counts = counts_of(own, torch.int32, each.buffer.device)
+                self._start(self._counts)
 
     def _gradients_in(self, buffer: Tensor, index: int) -> list[Tensor]:
         """Those of the parameters of bucket `index`, in its `buffer`."""
@@ -268,6 +284,7 @@ class DistributedDataParallel(nn.Module):
         self._trainable.check()
         self._check_late()
         if len(self._reduced) == len(self._parameters_of):
+            self._start_in_turn()
             return
         for bucket in zeroed_buckets(self._ddp[0].reducer)[len(self._reduced) :]:
             gradients = self._gradients_in(bucket.buffer(), len(self._reduced))
@@ -304,7 +321,8 @@ class DistributedDataParallel(nn.Module):
         self._forget()
 
     def _forget(self) -> None:
-        self._pending, self._reduced, self._counts, self._is_under_way = [], [], None, False
+        self._pending, self._reduced, self._num_started = [], [], 0
+        self._counts, self._is_under_way = None, False
 
     def drop(self, *, rebuild: bool) -> None:
         for work in self._pending:

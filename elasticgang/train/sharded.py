@@ -104,6 +104,10 @@ class ShardedDataParallel(nn.Module):
                 scatter.begin_slot()
         yield
 
+    @property
+    def has_started(self) -> bool:
+        return self._has_contributed
+
     def contribute(self) -> None:
         """SHARDED-1, SHARDED-2."""
         if self._has_contributed:

@@ -647,3 +647,47 @@ def test_gradients_are_made_ready_before_they_are_applied_and_not_in_a_step_that
             else:
                 assert commit()
     assert calls == ["report", "prepare 3 4", "apply 3 4"]
+
+
+class Started(Doubled):
+    """Records the sizes of what is reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def reduction(self, family: str) -> eg.Gang:
+        sizes = self.sizes
+
+        class Recording(FakeGang):
+            def _start(self, collective: Collective) -> Work:
+                sizes.append(collective.outputs[0].numel())
+                return super()._start(collective)
+
+        return Recording(CPU, size=2)
+
+
+# DDP-10
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), ()], ids=["as made", "the other way", "without slots"])
+def test_wrappers_reduce_in_the_order_in_which_they_were_made(order: tuple[int, ...]) -> None:
+    rendezvous = Started()
+    manager = eg.QuorumManager(rendezvous, SnapshotServer(), eg.ParallelLayout(), CPU)
+    models = [eg.DistributedDataParallel(manager, nn.Linear(size, 1, bias=False)) for size in (3, 5)]
+    manager.register_state(first=models[0], second=models[1])
+    seen: list[list[float]] = []
+
+    def see(total: float) -> None:
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        seen.append([grad_of(each).sum().item() for each in parameters] if order else [])
+        for parameter in parameters:
+            parameter.grad = None
+
+    for step in manager.steps(2):
+        rendezvous.sizes.clear()
+        with step:
+            for index in order:
+                with models[index].accumulate(last=True):
+                    models[index](torch.full((1, (3, 5)[index]), index + 1.0)).sum().backward()
+            assert manager.commit(1.0, see)
+        assert rendezvous.sizes == [3, 1, 5, 1]
+    assert seen == [[6.0, 20.0] if order else []] * 2
