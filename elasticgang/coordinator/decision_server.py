@@ -13,7 +13,9 @@ SERVE-FORGET   An abandoned job (ABANDON) is removed from memory at once if the 
                `MAX_ENDED` jobs that have finished or are lost, and removes other abandoned jobs once it leads
                `MAX_JOBS`.
 SERVE-NEW      The state directory has no file of a job before its first decision: whoever holds the secret may name
-               any number of jobs, and each file costs the event loop the time of two fsyncs.
+               any number of jobs, and each file costs two fsyncs. For a job that has a file, the new term is on disk
+               before an agent learns it. Both are read and written off the event loop; what agents send meanwhile, up
+               to `_MAX_EARLY` messages each, is handled then.
 SERVE-KEYS     In office, agents of the newest record exchange the rendezvous keys of its generation until it is over.
                An agent without a seat in it may not put a key. Out of office, keys are dropped: agents send all of
                them again to a coordinator that takes office.
@@ -35,9 +37,10 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from elasticgang.coordinator.push_payloads import PushPayloads
 from elasticgang.coordinator.state_directory import Kept, StateDirectory
@@ -59,6 +62,7 @@ from elasticgang.protocol.coordinator_messages import (
     Refused,
     Send,
     SessionClosed,
+    Term,
     Ticked,
     Timeouts,
 )
@@ -79,6 +83,7 @@ _TICK_S = 0.2
 _PROBE_S = 1.0
 MAX_JOBS = 1024
 MAX_ENDED = 16384
+_MAX_EARLY = 64
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
 
 
@@ -130,6 +135,7 @@ class CoordinatorServer:
     ) -> None:
         self._options, self._log, self._fail = options, log, fail
         self._jobs: dict[str, _Job] = {}
+        self._opening: dict[str, dict[Connection, list[bytes]]] = {}  # SERVE-NEW: by job, what came meanwhile
         self._ended: dict[str, tuple[bool, str]] = {}  # finished, or why it is lost (SERVE-FORGET)
         self._session_of: dict[Connection, tuple[_Job, int]] = {}
         self._begins_by_s: dict[Connection, float] = {}  # SERVE-BEGIN
@@ -171,6 +177,8 @@ class CoordinatorServer:
         """Grant this coordinator office over `job`, by the word of an operator (see OFFICE). Refused unless the job
         waits for it."""
         found = self._jobs.get(job)
+        if self._opening.get(job):
+            return Refused(f"an agent of job {job} is connecting: try again")
         if found is None or not found.connections:
             return Refused(f"no agent of job {job} has a session with this coordinator: start the agents first")
         state = found.state
@@ -210,14 +218,24 @@ class CoordinatorServer:
         self._begins_by_s[connection] = time.monotonic() + HANDSHAKE_S
         if identity.role == OPERATOR:
             return
-        try:
-            job = self._job(identity.job)
-        except OperationalError as error:
-            connection.abort(str(error))
-            return
-        except OSError as error:  # SERVE-STOP
-            self._stop_for(error)
-            return
+        name, directory = identity.job, self._options.directory
+        if name not in self._jobs and name not in self._opening:
+            try:
+                self._make_room()
+            except OperationalError as error:
+                connection.abort(str(error))
+                return
+            if directory is None:
+                self._jobs[name] = self._new_job(name, secrets.token_hex(8), Kept())
+            else:
+                self._opening[name] = {}
+                self._keep(self._open(name, directory))
+        if name in self._opening:
+            self._opening[name][connection] = []
+        else:
+            self._join(connection, self._jobs[name])
+
+    def _join(self, connection: Connection, job: _Job) -> None:
         self._num_sessions += 1
         job.connections[self._num_sessions] = connection
         self._session_of[connection] = job, self._num_sessions
@@ -238,6 +256,7 @@ class CoordinatorServer:
             return
         found = self._session_of.get(connection)
         if found is None:
+            self._receive_early(connection, payload)
             return
         job, number = found
         message = decode_from_agent(payload)
@@ -250,7 +269,19 @@ class CoordinatorServer:
                 job.known[number] = known
         self._handle(job, Received(number, message))
 
+    def _receive_early(self, connection: Connection, payload: bytes) -> None:
+        """SERVE-NEW"""
+        identity = connection.identity
+        early = None if identity is None else self._opening.get(identity.job, {}).get(connection)
+        if early is None:
+            return
+        if len(early) >= _MAX_EARLY:
+            raise WireError(f"it sends more than {_MAX_EARLY} messages before it is welcomed")
+        early.append(payload)
+
     def closed(self, connection: Connection, reason: str) -> None:
+        if connection.identity is not None:
+            self._opening.get(connection.identity.job, {}).pop(connection, None)
         found = self._session_of.pop(connection, None)
         self._begins_by_s.pop(connection, None)
         if reason:
@@ -281,31 +312,49 @@ class CoordinatorServer:
 
     # -- the state machines
 
-    def _job(self, name: str) -> _Job:
-        if name not in self._jobs:
-            if len(self._jobs) >= MAX_JOBS:
-                self._make_room()
-            directory = self._options.directory
-            kept = Kept() if directory is None else directory.read(name)
-            state = CoordinatorState(
-                secrets.token_hex(8),  # per job: a job that comes back after it was forgotten gets another term
-                number=kept.term.number + 1,
-                has_directory=directory is not None,
-                decision=kept.decision,
-                own=kept.own,
-                address=self._address,
-                addresses=kept.addresses,
-                finished=kept.finished,
-                granted=kept.decision is None and self._options.founds and time.monotonic() >= self._founds_at_s,
-                timeouts=self._options.timeouts,
-                everywhere=self._is_everywhere,
-            )
-            if directory is not None and kept != Kept():  # SERVE-NEW
-                directory.write(name, Kept(state.term, kept.decision, kept.finished, state.addresses, kept.own))
-            if name in self._ended:
-                state.finished, state.unrecoverable = self._ended.pop(name)
-            self._jobs[name] = _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
-        return self._jobs[name]
+    async def _open(self, name: str, directory: StateDirectory) -> None:
+        """SERVE-NEW"""
+        coordinator = secrets.token_hex(8)  # per job: a job that comes back after it was forgotten gets another term
+        try:
+            async with self._order:
+                loop = asyncio.get_running_loop()
+                kept = await loop.run_in_executor(self._writer, _take_term, directory, name, coordinator, self._address)
+        except OperationalError as error:
+            for connection in self._opening.pop(name):
+                connection.abort(str(error))
+            return
+        except Exception as error:  # SERVE-STOP
+            self._stop_for(error)
+            return
+        waiting, job = self._opening.pop(name), self._new_job(name, coordinator, kept)
+        self._jobs[name] = job
+        for connection in waiting:
+            self._join(connection, job)
+        for connection, early in waiting.items():
+            for payload in early:
+                try:
+                    self.received(connection, payload)
+                except WireError as error:
+                    connection.abort(str(error))
+
+    def _new_job(self, name: str, coordinator: str, kept: Kept) -> _Job:
+        has_directory = self._options.directory is not None
+        state = CoordinatorState(
+            coordinator,
+            number=kept.term.number + 1,
+            has_directory=has_directory,
+            decision=kept.decision,
+            own=kept.own,
+            address=self._address,
+            addresses=kept.addresses,
+            finished=kept.finished,
+            granted=kept.decision is None and self._options.founds and time.monotonic() >= self._founds_at_s,
+            timeouts=self._options.timeouts,
+            everywhere=self._is_everywhere,
+        )
+        if name in self._ended:
+            state.finished, state.unrecoverable = self._ended.pop(name)
+        return _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
@@ -352,6 +401,9 @@ class CoordinatorServer:
                 del self._ended[next(iter(self._ended))]
 
     def _make_room(self) -> None:
+        """For one more job. Raises OperationalError."""
+        if len(self._jobs) + len(self._opening) < MAX_JOBS:
+            return
         for job in self._jobs.values():
             if self._is_abandoned(job):
                 return self._forget(job)
@@ -438,14 +490,17 @@ class CoordinatorServer:
                         job.known[number] = message.decision.record
                 case Persist():
                     job.num_writes += 1
-                    task = asyncio.ensure_future(self._persist(job, instruction))
-                    self._writes.add(task)
-                    task.add_done_callback(self._writes.discard)
+                    self._keep(self._persist(job, instruction))
                 case CloseSession(number, reason):
                     connection = job.connections.get(number)
                     if connection is not None:
                         job.closings.note(connection.peer.rsplit(":", 1)[0], reason)
                         connection.close()
+
+    def _keep(self, write: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(write)
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
 
     @staticmethod
     def _close_over_limit(job: _Job, connection: Connection, message: CoordinatorMessage, why: str) -> None:
@@ -473,3 +528,12 @@ class CoordinatorServer:
             job.num_writes -= 1
         if persist.decision is not None:
             self._handle(job, Persisted(persist.decision.record.digest))
+
+
+def _take_term(directory: StateDirectory, name: str, coordinator: str, address: str) -> Kept:
+    """SERVE-NEW: what the directory had. Raises OperationalError, as of `read`, or OSError."""
+    kept = directory.read(name)
+    if kept != Kept():
+        term, addresses = Term(kept.term.number + 1, coordinator), kept.addresses | {address}
+        directory.write(name, kept._replace(term=term, addresses=addresses))
+    return kept

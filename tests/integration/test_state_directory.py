@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,7 @@ from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOpt
 from elasticgang.coordinator.server import CoordinatorOptions, serve
 from elasticgang.coordinator.state_directory import Kept, StateDirectory
 from elasticgang.errors import OperationalError
-from elasticgang.protocol.coordinator_messages import (
-    Term,
-)
+from elasticgang.protocol.coordinator_messages import Refused, Term
 from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Agent, Job, found, play
 from tests.support import PROMPT_S
 
@@ -168,6 +167,46 @@ def test_a_coordinator_whose_disk_fails_ends(tmp_path: Path, monkeypatch: pytest
         directory.close()
 
     asyncio.run(run())
+
+
+# SERVE-NEW, SERVE-PERSIST
+def test_other_jobs_go_on_while_the_term_of_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    waits: list[bool] = []
+
+    async def test(job: Job) -> None:
+        directory, server = job.directory, job.server
+        assert directory is not None
+        assert server is not None
+        directory.write("back", Kept(Term(3, "c")))
+        write = directory.write
+
+        def slow(name: str, kept: Kept) -> None:
+            has_begun.set()
+            waits.append(may_end.wait(PROMPT_S))
+            write(name, kept)
+
+        other = job.add("other")
+        while not other.hosts:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(directory, "write", slow)
+        back = job.add("back", job="back")
+        while not has_begun.is_set():
+            await asyncio.sleep(0.01)
+        assert isinstance(server.grant("back"), Refused)
+        third = job.add("third")
+        while not third.hosts:
+            await asyncio.sleep(0.01)
+        assert back.hosts == []
+        may_end.set()
+        while not back.hosts:
+            await asyncio.sleep(0.01)
+        state = server.state_of("back")
+        assert state is not None
+        assert all(waits), "the event loop stood still"
+        assert directory.read("back").term == state.term == Term(4, state.name)
+
+    play(test, Job(tmp_path))
 
 
 # SERVE-STOP
