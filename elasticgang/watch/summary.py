@@ -25,6 +25,7 @@ from elasticgang.observe.story import DIED
 Event = Mapping[str, Any]
 
 NUM_CHANGES = 50
+_NO_EVENTS = "its events could not be written, or it was killed before it wrote any"
 _LAYOUTS = ("layout", "fallback_of")
 _KEPT = ("generation", "cause", "wall", "phases_ms", "checkpoint", "in_doubt", "layout_before", *_LAYOUTS)
 
@@ -228,6 +229,8 @@ class Summary:
             return {"state": "finished", "reason": ""}
         if self._signal is not None:
             return {"state": "stopped", "reason": f"the agent was stopped by {self._signal['signal']}"}
+        if self._last is None:
+            return {"state": "unknown", "reason": _NO_EVENTS}
         return {"state": "died", "reason": DIED}
 
     def _checkpoint(self, now_s: float) -> dict[str, Any] | None:

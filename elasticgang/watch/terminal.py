@@ -25,9 +25,11 @@ def _escape(line: str) -> str:
 
 
 def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
-    name = status["job"] or "a job that has not started"
-    yield f"job {name}: {status['state']}" + (f" ({status['reason']})" if status["reason"] else "")
-    yield f"  agent {status['agent']}, for {_span(status['elapsed_s'])}"
+    nameless = "a job without events" if status["state"] == "unknown" else "a job that has not started"
+    name = f"job {status['job']}" if status["job"] else nameless
+    yield f"{name}: {status['state']}" + (f" ({status['reason']})" if status["reason"] else "")
+    if status["agent"]:
+        yield f"  agent {status['agent']}, for {_span(status['elapsed_s'])}"
     changing = ", which has not committed a step yet" if status["is_changing"] else ""
     yield f"  generation {status['generation']}{changing}: {_counts(status['seats']) or 'no seats'}"
     if status["layout"] is not None:

@@ -224,6 +224,17 @@ def test_a_job_that_is_over_says_how_it_ended(last: dict[str, Any], code: int | 
     assert f"job demo: {state}" in next(lines_of(found))
 
 
+def test_an_agent_that_has_left_no_events_is_unknown() -> None:
+    found = report([], {}, 11.0, is_alive=False)
+    assert (found["state"], found["agent"]) == ("unknown", None)
+    first, second = list(lines_of(found))[:2]
+    assert (
+        first == "a job without events: unknown (its events could not be written, or it was killed before it wrote any)"
+    )
+    assert "agent" not in second
+    assert next(lines_of(report([], {}, 11.0))) == "a job that has not started: starting"
+
+
 def test_a_job_that_starts_has_nothing_to_show() -> None:
     for events in ([], STARTED):
         found = report(events, {}, 11.0)
