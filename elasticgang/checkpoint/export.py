@@ -219,6 +219,13 @@ def _safetensors(
         yield as_bytes(_read(reader, entry, on_read))
 
 
+def _file_of(error: OSError, output: str) -> str:
+    """The file that an error names. `output` has another name, a hidden one beside it, until it is complete."""
+    path = Path(error.filename or output)
+    is_output = path.parent == Path(output).parent and path.name.startswith(".")
+    return output if is_output else str(path)
+
+
 def main(argv: list[str]) -> int:
     try:
         path, num_tensors = export(argv[1], Path(argv[2]), argv[3] if len(argv) > 3 else None, sys.stderr)
@@ -226,7 +233,7 @@ def main(argv: list[str]) -> int:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 1
     except OSError as exc:
-        what = f"{exc.filename or argv[2]}: {exc.strerror}" if exc.strerror else str(exc)
+        what = f"{_file_of(exc, argv[2])}: {exc.strerror}" if exc.strerror else str(exc)
         print(f"elasticgang: error: {what}", file=sys.stderr)
         return 1
     print(f"{num_tensors} tensors of {path} are in {argv[2]}")

@@ -18,6 +18,7 @@ from torch import Tensor
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.digest import digest_of
 from elasticgang.checkpoint.export import export
+from elasticgang.checkpoint.export import main as export_main
 from elasticgang.checkpoint.interchange import load_weights
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import MANIFEST
@@ -131,3 +132,19 @@ def test_a_key_of_no_tensor_is_refused(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda content: content["objects"]["0-0-0"].update(keys=keys))
     with pytest.raises(CheckpointError, match="is not among its tensors"):
         export(tmp_path, tmp_path / "weights.safetensors")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_an_output_that_cannot_be_written_is_named(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints, output, lost = (
+        tmp_path / "checkpoints",
+        tmp_path / f"model{suffix}",
+        tmp_path / "no" / f"model{suffix}",
+    )
+    train_alone(checkpoints)
+    output.mkdir()
+    for path, why in ((output, "Is a directory"), (lost, "No such file or directory")):
+        assert export_main(["export", str(checkpoints), str(path)]) == 1
+        assert f"elasticgang: error: {path}: {why}\n" in capsys.readouterr().err
