@@ -21,6 +21,7 @@ FORK-7  Before the first fork, the server calls the functions that its owner has
     call side by side (`code_layout.py`): forks that do the same find caches filled, and copy fewer pages. Such a
     function may fork, and reaps what it has forked. A server that has all modules at its start calls none: it is a fork
     of one that did.
+FORK-8  A request that may not fit into a message, such as one with certificates or long arguments, is in a memory file.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class ForkServerClient:
             "name": name,
         }
         try:
-            socket.send_fds(self._sock, [json.dumps(request).encode()], [*stdio, *fds])
+            self._send(json.dumps(request).encode(), [*stdio, *fds])
             data, received, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, _MAX_FDS)
         except OSError as exc:
             self._sock.close()
@@ -124,6 +125,16 @@ class ForkServerClient:
         if not received:  # the process exits by itself
             raise OperationalError(f"{target} was started, but this process has no descriptor left for it")
         return Spawned(reply["pid"], received[0])
+
+    def _send(self, request: bytes, fds: Sequence[int]) -> None:
+        """FORK-8. Raises OSError."""
+        if len(request) <= _MAX_MESSAGE // 2:
+            socket.send_fds(self._sock, [request], fds)
+            return
+        with os.fdopen(os.memfd_create("eg-request", os.MFD_CLOEXEC), "w+b") as file:
+            file.write(request)
+            file.flush()
+            socket.send_fds(self._sock, [b'{"in_file": true}'], [file.fileno(), *fds])
 
     def close(self) -> None:
         self._sock.close()
@@ -307,10 +318,12 @@ class _Server:
             self._drop(client)
             return None
         request = json.loads(data)
+        if ("connect" in request or "in_file" in request) and not fds:  # no descriptor is left here
+            self._drop(client)
+            return None
+        if "in_file" in request:
+            request = _read_request(fds.pop(0))
         if "connect" in request:
-            if not fds:  # no descriptor is left here
-                self._drop(client)
-                return None
             accepted = socket.socket(fileno=fds[0])
             self._clients[accepted.fileno()] = accepted
             self._poll.register(accepted.fileno(), select.POLLIN)
@@ -367,6 +380,12 @@ class _Server:
         for group in set(self._started.values()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
+
+
+def _read_request(fd: int) -> dict[str, Any]:
+    with os.fdopen(fd, "rb") as file:
+        request: dict[str, Any] = json.loads(os.pread(fd, os.fstat(file.fileno()).st_size, 0))
+    return request
 
 
 def _reply(client: socket.socket, reply: dict[str, Any], fds: Sequence[int] = ()) -> None:

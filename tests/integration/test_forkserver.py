@@ -269,6 +269,17 @@ def test_a_request_of_a_client_that_is_dead_does_not_end_the_server(quick: ForkS
     assert description(quick)["parent"] == os.getpid()
 
 
+# FORK-8
+@pytest.mark.parametrize("num_bytes", [60_000, 70_000, 140_000, 4 << 20])
+def test_a_request_may_be_longer_than_a_message(quick: ForkServer, num_bytes: int, tmp_path: Path) -> None:
+    text = "x" * num_bytes
+    with (tmp_path / "out").open("w+") as out:
+        spawned = quick.spawn(f"{CHILDREN}:echo", {"out": text, "err": "", "code": 3}, stdio=[out.fileno()] * 2)
+        assert end(spawned) == 3
+        assert (tmp_path / "out").read_text().strip() == text
+    assert description(quick)["parent"] == os.getpid()
+
+
 def test_processes_go_on_without_the_server_and_none_starts(quick: ForkServer) -> None:
     spawned = quick.spawn(f"{CHILDREN}:sleep", {})
     quick.process.kill()
