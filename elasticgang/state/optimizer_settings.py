@@ -78,3 +78,13 @@ def _made_as(like: tuple[Any, ...], items: tuple[Any, ...]) -> tuple[Any, ...]:
 def check_num_groups(name: str, offered: Sequence[object], optimizer: Any) -> None:
     if len(offered) != (own := len(groups_of(optimizer))):
         raise WireError(f"the optimizer {name!r} has {len(offered)} parameter groups at the source, and {own} here")
+
+
+def check_groups(name: str, offered: Sequence[dict[str, Any]], optimizer: Any) -> None:
+    """Raises WireError: `offered` has other numbers of groups, or of parameters in a group, than `optimizer`."""
+    check_num_groups(name, offered, optimizer)
+    for number, (theirs, mine) in enumerate(zip(offered, groups_of(optimizer), strict=True)):
+        if (num := len(theirs["params"])) != (own := len(mine["params"])):
+            raise WireError(
+                f"group {number} of the optimizer {name!r} has {num} parameters at the source, and {own} here"
+            )

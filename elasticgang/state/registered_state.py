@@ -39,6 +39,7 @@ from elasticgang.state import memory_reserve, staging, transport
 from elasticgang.state.dtensor import like, local, locally
 from elasticgang.state.memory_reserve import MemoryReserve
 from elasticgang.state.optimizer_settings import (
+    check_groups,
     check_num_groups,
     copy_of,
     groups_of,
@@ -264,6 +265,8 @@ class RegisteredState:
                 _check_alike(f"parameter {key!r} of {name!r}", offer, found[slot.number])
         if set(offered["optimizers"]) != set(own["optimizers"]):
             raise WireError(f"its optimizers are {sorted(offered['optimizers'])}, not {sorted(own['optimizers'])}")
+        for name, state in offered["optimizers"].items():
+            check_groups(name, state["param_groups"], self._optimizers[name])
         devices = self._devices_of(offered["optimizers"], kinds) if in_place else {}
         taken = _Intervals()
         targets = []

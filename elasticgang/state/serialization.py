@@ -2,10 +2,15 @@
 
 SERIAL-1  `unflatten(*flatten(tree))` equals `tree`, including tuples, integer keys, NaN and infinities.
 SERIAL-2  `flatten` refuses a value of any other type, and names its path.
+SERIAL-3  A value of a subclass of `int`, `float` or `str` (such as `numpy.float64`), and an integer or a bool of numpy,
+    becomes the plain value. A member of an enumeration is refused, because code may compare it by identity;
+    `numpy.float32` too, because what is computed with it is rounded to 32 bits, and with a plain one it would not be.
 """
 
 from __future__ import annotations
 
+import enum
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,19 +34,33 @@ def _flatten(tree: object, tensors: list[Tensor], path: str) -> Any:
     if isinstance(tree, Tensor):
         tensors.append(tree.detach())
         return {"tensor": len(tensors) - 1}
-    if type(tree) in _PLAIN:
-        return tree
+    if type(plain := _plain(tree)) in _PLAIN:
+        return plain
     if isinstance(tree, list | tuple):
         items = [_flatten(item, tensors, f"{path}[{index}]") for index, item in enumerate(tree)]
         return {"tuple": items} if isinstance(tree, tuple) else items
     if isinstance(tree, dict):
         for key in tree:
-            if type(key) not in _PLAIN:
+            if type(_plain(key)) not in _PLAIN:
                 raise TypeError(f"{path} has the key {key!r} of {type(key).__name__}; keys must be plain values")
-        return {"dict": [[key, _flatten(value, tensors, f"{path}[{key!r}]")] for key, value in tree.items()]}
+        return {"dict": [[_plain(key), _flatten(value, tensors, f"{path}[{key!r}]")] for key, value in tree.items()]}
     raise TypeError(  # SERIAL-2
         f"{path} is of {type(tree).__name__}; state must be made of tensors, numbers, strings, lists, tuples and dicts"
     )
+
+
+def _plain(value: Any) -> Any:
+    """SERIAL-3. What is no such value, as it is."""
+    if type(value) in _PLAIN or isinstance(value, enum.Enum):
+        return value
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    numpy = sys.modules.get("numpy")  # without it no value is numpy's
+    return value.item() if numpy is not None and isinstance(value, numpy.integer | numpy.bool_) else value
 
 
 def unflatten(data: Any, tensors: Sequence[Tensor]) -> Any:

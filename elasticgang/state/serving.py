@@ -3,11 +3,13 @@
 SERVING-1  A holder whose memory the healer may read sends the manifest at once, without the digests that it has not
     computed yet, and sends these when the healer requests them. Otherwise the manifest has them.
 SERVING-2  While a healer waits for digests, it is told every `TELL_S` how many there are.
+SERVING-3  If the state has a value that cannot be sent, holder and healer say which, because no rank can heal then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -22,6 +24,8 @@ from elasticgang.state.serialization import flatten
 from elasticgang.state.staging import Chunks
 from elasticgang.state.transport import Channel
 
+log = logging.getLogger("elasticgang")
+
 _MAX_REQUEST_BYTES = 1 << 16
 
 Lend: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[dict[str, Any] | None]]
@@ -32,8 +36,10 @@ def serve(
 ) -> None:
     """Answer a `StripedFetch` until it closes the connection. `written`: a mark behind the last change of the state
     (PINNED-2). `lend`: lets the healer read the memory of these tensors, as `Lender`."""
-    small_spec, small_tensors = _flatten_small(small)
-    spec, tensors = flatten(large)
+    flat = _flat(channel, (_local(small), large))
+    if flat is None:
+        return
+    (small_spec, small_tensors), (spec, tensors) = flat
     parts = Chunks(tensors, written)
 
     def digests_of_all() -> list[str]:
@@ -52,14 +58,33 @@ def serve(
 
 def serve_small(channel: Channel, small: dict[str, Any], written: Any) -> None:
     """As `serve`, to one that wants the small state alone."""
-    spec, tensors = _flatten_small(small)
+    flat = _flat(channel, (_local(small),))
+    if flat is None:
+        return
+    ((spec, tensors),) = flat
     channel.send({"small": [spec, transport.shapes_of(tensors)]})
     _answer(channel, Chunks(tensors, written), Chunks([], written), list)
 
 
-def _flatten_small(small: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """As `flatten`, with the local parts of buffers that are DTensors."""
-    return flatten({**small, "buffers": locally(small["buffers"])})
+def _local(small: dict[str, Any]) -> dict[str, Any]:
+    """With the local parts of buffers that are DTensors."""
+    return {**small, "buffers": locally(small["buffers"])}
+
+
+def _flat(channel: Channel, trees: Sequence[Any]) -> list[tuple[Any, list[Tensor]]] | None:
+    """Each of `trees`, as of `flatten`. None: one cannot be sent, and the healer knows why (SERVING-3)."""
+    try:
+        return list(map(flatten, trees))
+    except TypeError as exc:
+        why = f"no rank can heal from this state: {exc}"
+        if why not in _warned:
+            _warned.add(why)
+            log.warning("%s", why)
+        channel.send({"refused": why})
+        return None
+
+
+_warned: set[str] = set()
 
 
 def _answer(channel: Channel, small_parts: Chunks, parts: Chunks, digests_of_all: Callable[[], list[str]]) -> None:

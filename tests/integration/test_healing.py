@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -222,6 +223,70 @@ def test_another_model_is_refused_before_anything_is_written(
     assert not healer.server.heal([source.server.address], AT)
     assert complaint in caplog.text
     assert same((healer.large(), healer.small()), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            lambda optim: optim.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+            "the optimizer 'optim' has 2 parameter groups at the source, and 1 here",
+        ),
+        (
+            lambda optim: optim.param_groups[0]["params"].append(nn.Parameter(torch.ones(2))),
+            "group 0 of the optimizer 'optim' has 5 parameters at the source, and 4 here",
+        ),
+    ],
+    ids=["groups", "parameters"],
+)
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_other_parameter_groups_are_refused_before_anything_is_written(
+    ranks: Ranks,
+    num_steps: int,
+    change: Callable[[torch.optim.Optimizer], object],
+    complaint: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, healer = ranks(3), ranks(num_steps)
+    change(source.optim)
+    before = healer.large(), healer.small()
+    source.server.begin(AT)
+    assert not healer.server.heal([source.server.address], AT)
+    assert complaint in caplog.text
+    assert same((healer.large(), healer.small()), before)
+
+
+# SERVING-3
+@pytest.mark.parametrize("where", ["counter", "optim"])
+def test_source_and_healer_say_which_value_cannot_be_sent(
+    ranks: Ranks, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, healer = ranks(3), ranks(1)
+    state = source.counter.state if where == "counter" else source.optim.param_groups[0]
+    value = {1, 2}
+    state[where] = value
+    path = "state['others']['counter']" if where == "counter" else "state['settings']['optim'][0]"
+    complaint = f"no rank can heal from this state: {path}['{where}'] is of set; state must be made of tensors"
+    source.server.begin(AT)
+    for _ in range(2):  # steps
+        assert not healer.server.heal([source.server.address], AT)
+    source.server.forward_done()
+    assert healer.server.fetch_after([source.server.address], AT) is None
+    at_source, *at_healer = sorted(caplog.messages, key=lambda line: "could not heal" in line)
+    assert at_source.startswith(complaint)
+    assert len(at_healer) == 3
+    assert all(complaint in line for line in at_healer)
+
+
+# SERIAL-3
+def test_values_of_numpy_are_healed(ranks: Ranks) -> None:
+    source, healer = ranks(3), ranks(1)
+    source.optim.param_groups[0]["lr"] = np.float64(0.25)
+    source.counter.state["count"] = np.int64(7)
+    source.server.begin(AT)
+    assert healer.server.heal([source.server.address], AT)
+    assert settings(healer)["lr"] == 0.25
+    assert healer.counter.state["count"] == 7
 
 
 # -- after forward

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import pickle
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -100,6 +102,45 @@ def test_tensors_are_counted_in_the_order_of_the_tree_and_not_copied() -> None:
     assert [tensor.data_ptr() for tensor in tensors] == [first.data_ptr(), second.data_ptr()]
     assert not tensors[1].requires_grad
     assert "tensor" in json.dumps(spec)
+
+
+class Name(str):
+    def __str__(self) -> str:
+        return "another"
+
+
+class Count(int):
+    def __int__(self) -> int:
+        return -1
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+# SERIAL-3
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float64(0.1), 0.1),
+        (np.int64(-3), -3),
+        (np.uint8(3), 3),
+        (np.bool_(True), True),
+        (np.str_("a"), "a"),
+        (Name("a"), "a"),
+        (Count(3), 3),
+    ],
+)
+def test_values_of_numpy_and_of_subclasses_become_plain(value: Any, plain: Any) -> None:
+    assert same(there_and_back([value]), [plain])
+    assert same(there_and_back({value: 1}), {plain: 1})
+
+
+# SERIAL-3
+@pytest.mark.parametrize("value", [np.float32(1), Color.RED, np.zeros(2), np.complex128(1)])
+def test_what_would_not_be_the_same_as_a_plain_value_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"state\['a'\] is of {type(value).__name__}"):
+        flatten({"a": value})
 
 
 class Evil:
