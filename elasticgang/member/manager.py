@@ -92,6 +92,11 @@ class Step:
         self._manager._driver.contribute()
 
     def __enter__(self) -> Step:
+        """Raises InvalidOperationError: it was entered before. Its samples would count as those of the next step."""
+        if self.closed:
+            raise InvalidOperationError(
+                f"step {self.index} is over; write one `with step:` in the loop, which yields the next one"
+            )
         manager = self._manager
         manager._driver.run(manager._driver.lifecycle.begin())
         manager._step = self

@@ -1,4 +1,4 @@
-"""What an optimizer must not do: applying a step is atomic (RULE-10)."""
+"""What an optimizer must not do: applying a step is atomic (RULE-10). And how a script must not use a step."""
 
 from __future__ import annotations
 
@@ -31,3 +31,20 @@ def test_an_optimizer_that_communicates_in_its_step_is_refused() -> None:
             optim.step(weight=1.0)
     assert refused == 2
     torch.distributed.destroy_process_group()
+
+
+def test_a_step_is_entered_once() -> None:
+    """Otherwise the samples of one step would be used twice, and those of the next one never."""
+    manager = eg.join()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optim = eg.Optimizer(manager, torch.optim.SGD([weight], lr=0.1))
+    manager.register_state(optim=optim)
+    committed = []
+    for step in manager.steps(2):
+        with step:
+            weight.grad = torch.ones(2)
+            assert optim.step(weight=1.0)
+        with pytest.raises(eg.InvalidOperationError, match=f"step {step.index} is over; write one `with step:`"):
+            step.__enter__()
+        committed.append(manager.committed_steps)
+    assert committed == [1, 2]
