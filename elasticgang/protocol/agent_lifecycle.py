@@ -16,7 +16,7 @@ LIFE-5  The first SIGTERM drains, if other agents go on. Another signal, or a se
 LIFE-6  When the lease expires, the agent kills all ranks and decides nothing else until every one has exited and no
         fork is under way. Then it rejoins under a new id; its `Hello` says that the old one has ended.
 LIFE-7  The agent exits once no rank runs, starts or waits for its restart. The code is 128 + N after signal N, else
-        the failure's, else 0. It exits once.
+        the failure's, else 128 + N after signal N to a rank that had finished (AGENT-10), else 0. It exits once.
 LIFE-8  A rank whose device is still used by the former one gives its turn up, and is tried again after `DEVICE_POLL_S`:
         one device holds up no other start.
 """
@@ -417,10 +417,10 @@ class AgentLifecycle:
     @property
     def _code(self) -> int:
         """The exit code without a failure."""
-        return 128 + self._signal if self._signal else 0
+        return 128 + self._signal if self._signal else self.state.exit_code
 
     def _fail(self, code: int, reason: str) -> list[AgentInstruction]:
-        return [Fail(code, reason), *self._exit(self._code or code)]
+        return [Fail(code, reason), *self._exit(self._code if self._signal else code)]
 
     def _exit(self, code: int, why: str = "") -> list[AgentInstruction]:
         """LIFE-7. `why`: for the other agents."""

@@ -20,6 +20,8 @@ AGENT-8  A member that begins to exit is killed, and is treated as dead: its gen
     requests a record only after the kill. The member is restarted only once it is gone, with all its memory.
 AGENT-9  With fallback layouts, a report says how many ranks are being started, so that the layout in force waits for
     them; after `StartExpired` it says none.
+AGENT-10  A member that has finished its steps and is killed from outside has not done all that its script does after
+    them, such as saving the model. The others go on to their end, but the job does not end with exit code 0.
 """
 
 from __future__ import annotations
@@ -119,6 +121,7 @@ class AgentState:
     record: Record | None = None
     newest_commit: Attempt | None = None
     finished: bool = False
+    exit_code: int = 0  # unless a signal or a failure decides about it (AGENT-10)
     finished_in: int = 0  # the newest generation in which a member here has finished
     _layout: ParallelLayout | None = None
     _ranks: dict[str, _Rank] = field(default_factory=dict)
@@ -401,7 +404,7 @@ class AgentState:
         if event.status == 0:
             return instructions + self._warn_if_early(rank, event.joined)
         if self.finished and by_kill:  # AGENT-5
-            return instructions
+            return instructions + self._killed_at_end(rank, event)
         if not by_kill:
             failed = self._failed(rank, event)
             if self.finished or isinstance(failed[-1], Fail):  # the others finished before it had exited
@@ -411,6 +414,14 @@ class AgentState:
             return instructions + self._end_if_too_few()
         self._num_restarts += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
+
+    def _killed_at_end(self, rank: _Rank, event: Exited) -> list[Instruction]:
+        """AGENT-10."""
+        if not rank.finished or event.status >= 0:
+            return []
+        self.exit_code = 128 - event.status
+        what = f"rank {rank.local_rank} {describe_exit(event.status)}"
+        return [Warn(f"{what} after its last step, before its script had ended: exit code {self.exit_code}")]
 
     def _device_faulted(self, rank: _Rank, event: Exited, reason: str) -> list[Instruction] | None:
         """The device of the rank has failed. None: the script is at fault (DEVICE-3)."""

@@ -354,7 +354,7 @@ class Host:
     def _exit(self, cluster: Cluster, code: int) -> None:
         """SIMHOST-1."""
         is_good = self.agent_state.finished or (len(self.ended) == self.num_ranks and all(self.ended.values()))
-        expected = 128 + self.signal if self.signal else 0
+        expected = 128 + self.signal if self.signal else self.agent_state.exit_code
         if code != expected and (self.signal or not self.reason):
             raise Violation(f"SIMHOST-1: {self.name} exits with code {code}, not {expected}")
         if code == 0 and (self.ranks or self.reason or not is_good):

@@ -49,6 +49,25 @@ def test_an_exception_before_joining_is_shown_too(tmp_path: Path) -> None:
         assert job.stderr.count("ValueError: before") == 1
 
 
+# AGENT-10
+def test_a_rank_that_is_killed_after_its_last_step_fails_the_job_once_the_others_have_ended(tmp_path: Path) -> None:
+    after = """(here / f"new-{rank}").write_text(str(os.getpid()))
+        os.replace(here / f"new-{rank}", here / f"pid-{rank}")
+        while rank == 1 and not (here / "pid-0").exists():
+            time.sleep(0.005)
+        pid = int((here / "pid-0").read_text())
+        if rank == 0:
+            os.kill(pid, signal.SIGKILL)
+        while pathlib.Path(f"/proc/{pid}").exists():  # until its agent has reaped it
+            time.sleep(0.005)
+        print("saved")"""
+    with Job(tmp_path, training(tmp_path, after=after), ranks=2) as job:
+        assert job.wait() == 128 + signal.SIGKILL, job.stderr
+        job.assert_nothing_left()
+        assert job.stdout.count("saved") == 1
+        assert "rank 0 was killed by SIGKILL after its last step, before its script had ended" in job.stderr
+
+
 def test_a_negative_exit_code_is_no_signal(tmp_path: Path) -> None:
     """As Python by itself, which exits with its low byte."""
     with Job(tmp_path, script(tmp_path, "import sys; sys.exit(-1)")) as job:

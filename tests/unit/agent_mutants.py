@@ -6,6 +6,7 @@ They are about starts and restarts, devices, failures of scripts, hangs.
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ from tests.unit import (
     test_agent_lifecycle,
     test_agent_state,
     test_agent_state_devices,
+    test_agent_state_exits,
     test_agent_state_joins,
     test_coordinator_state,
     test_device_errors,
@@ -148,6 +150,12 @@ AGENT_MUTANTS = {
     "a finished job fails for a rank in doubt": UnitMutant(
         ((AgentState, "_part_of", always(None)),),
         test_agent_state.test_a_rank_in_doubt_is_retired_when_another_has_finished_with_its_part,
+    ),
+    "a kill after the last step is nothing": UnitMutant(
+        ((AgentState, "_killed_at_end", always([])),),
+        lambda: test_agent_state_exits.test_a_rank_that_is_killed_after_its_last_step_is_told_of_and_no_other_is_ended(
+            signal.SIGKILL
+        ),
     ),
     "no layout waits for ranks that start": UnitMutant(
         ((AgentState, "num_starting", 0),),

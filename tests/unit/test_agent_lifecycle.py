@@ -510,6 +510,26 @@ def test_the_exit_code_follows_from_how_the_ranks_ended(
     assert host.agent.deadline_s is None
 
 
+# AGENT-10
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [
+        (lambda host: host.exits("a1", 0), 128 + signal.SIGKILL),
+        (lambda host: host.exits("a1", 3), 3),
+        (lambda host: [*host.gets(signal.SIGINT), *host.exits("a1")], 128 + signal.SIGINT),
+    ],
+)
+def test_after_a_kill_behind_the_last_step_the_others_end_by_themselves(
+    then: Callable[[Host], list[AgentInstruction]], code: int
+) -> None:
+    host = running()
+    for member in ("a0", "a1"):
+        host(MemberLeft(member, finished=True, in_order=True))
+    (warning,) = host.exits("a0")
+    assert isinstance(warning, Warn)
+    assert then(host)[-1] == Exit(code)
+
+
 def test_after_a_signal_its_code_counts() -> None:
     host = running("b0", num_ranks=1)
     host.gets(signal.SIGTERM)

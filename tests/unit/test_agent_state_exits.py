@@ -38,9 +38,32 @@ from tests.unit.agent_hosts import KILLED, LAYOUT, Host, record_of, report_of, r
 def test_after_the_end_a_killed_rank_is_not_restarted() -> None:
     host = running()
     assert host.leaves("a0", finished=True) == []
-    assert host.exits("a0") == []
+    assert host.exits("a0", 0) == []
     assert host.exits("a1") == [Abort(("a2",), 1, "rank 1 was killed by SIGKILL")]
     assert host.exits("a2", blameless=True, status=1) == []
+
+
+# AGENT-10
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_rank_that_is_killed_after_its_last_step_is_told_of_and_no_other_is_ended(number: signal.Signals) -> None:
+    host = running()
+    host.leaves("a0", finished=True)
+    host.leaves("a1", finished=True)
+    after = "after its last step, before its script had ended: exit code"
+    assert host.exits("a0", -number) == [Warn(f"rank 0 was killed by {number.name} {after} {128 + number}")]
+    assert host.exits("a1", 0) == []
+    assert host.exits("a2") == []  # it had not finished, and the others had (AGENT-5)
+    assert host.state.exit_code == 128 + number
+
+
+# AGENT-10
+def test_who_was_asked_to_leave_or_raised_an_error_of_a_peer_after_its_last_step_was_not_killed() -> None:
+    host = running(2)
+    host.leaves("a0", finished=True)
+    host.leaves("a1", finished=True)
+    assert host.exits("a0", goes=True) == []
+    assert host.exits("a1", 1, blameless=True) == []
+    assert host.state.exit_code == 0
 
 
 def test_an_orderly_end() -> None:

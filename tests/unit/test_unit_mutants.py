@@ -36,6 +36,7 @@ RULES = {
         "an exit that has begun ends no generation",
     ),
     "AGENT-9": ("no layout waits for ranks that start", "ranks that start are never late"),
+    "AGENT-10": ("a kill after the last step is nothing",),
     "ALONE": ("joiners go on alone",),
     "BACK": (
         "a record that nobody has accepted outlives its office",
