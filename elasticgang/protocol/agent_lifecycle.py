@@ -224,7 +224,7 @@ class AgentLifecycle:
     @property
     def _is_over(self) -> bool:
         """Whether no further rank may start."""
-        return self._signal != 0 or self.state.finished
+        return self._signal != 0 or self.state.finished or self.state.lost != ""
 
     def _on(self, event: AgentEvent) -> list[AgentInstruction]:
         match event:
@@ -436,7 +436,7 @@ class AgentLifecycle:
             return []
         if self._phase is _Phase.FENCED and not self._is_over:
             return self._rejoin()
-        return self._exit(self._code)
+        return self._fail(1, self.state.lost) if self.state.lost else self._exit(self._code)  # AGENT-11
 
     # -- fencing
 

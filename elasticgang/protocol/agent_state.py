@@ -22,6 +22,9 @@ AGENT-9  With fallback layouts, a report says how many ranks are being started, 
     them; after `StartExpired` it says none.
 AGENT-10  A member that has finished its steps and is killed from outside has not done all that its script does after
     them, such as saving the model. The others go on to their end, but the job does not end with exit code 0.
+AGENT-11  If the job's state is lost while members run that have left their loop, such as by `break`, these go on to
+    their end: what they do there may save it. The other members are retired, none is restarted, and then the agent
+    fails.
 """
 
 from __future__ import annotations
@@ -122,6 +125,7 @@ class AgentState:
     newest_commit: Attempt | None = None
     finished: bool = False
     exit_code: int = 0  # unless a signal or a failure decides about it (AGENT-10)
+    lost: str = ""  # why the agent fails once no member runs (AGENT-11)
     finished_in: int = 0  # the newest generation in which a member here has finished
     _layout: ParallelLayout | None = None
     _ranks: dict[str, _Rank] = field(default_factory=dict)
@@ -270,6 +274,8 @@ class AgentState:
         newcomer = rank.phase is _Phase.STARTING
         rank.phase, rank.report, rank.checkpoint = _Phase.REQUESTING, event.report, event.checkpoint
         self._note_commit(event.report.tip)
+        if self.lost:
+            return [RetireMembers((event.member,), self.lost)]
         if self.finished and not self._can_finish(rank):
             return [RetireMembers((event.member,), "the job has finished")]
         instructions: list[Instruction] = []
@@ -314,7 +320,7 @@ class AgentState:
         asking = self._in(_Phase.REQUESTING)
         if not (asking or self.is_awaited()) or self._in(_Phase.SEATED):
             return False
-        if self.waits_for_start:
+        if self.waits_for_start or self.lost:
             return False
         return not self.finished or any(map(self._can_finish, asking.values()))
 
@@ -395,6 +401,8 @@ class AgentState:
             instructions += self._request_if_ready()
         by_kill = event.blameless or (-event.status in _KILLS and not event.raised)
         self._all_by_script = self._all_by_script and (rank.by_script or not event.draining)
+        if self.lost:  # AGENT-11
+            return []
         if event.device_fault is not None and not rank.finished:
             faulted = self._device_faulted(rank, event, event.device_fault)
             if faulted is not None:
@@ -549,13 +557,21 @@ class AgentState:
                 return []  # the holders of the state have finished and ended; who has none is retired already
             if self.finished and all(self._part_of(member) in self._finished_parts for member in in_doubt):  # AGENT-5
                 return [RetireMembers(tuple(in_doubt), "the job has finished")]
-            return [Fail(1, f"the job's state is lost: {answer.reason}")]
+            return self._lose_state(f"the job's state is lost: {answer.reason}")
         why = dict(answer.refused).get(self.agent)
         if why is not None:
             return [Fail(2, f"the job refused this host: {why}")]
         if self.finished and self.may_request():  # AGENT-5
             return [Fail(1, f"others have finished, but here the last step is in doubt: {answer.reason}")]
         return []
+
+    def _lose_state(self, reason: str) -> list[Instruction]:
+        """AGENT-11."""
+        if not self._in(_Phase.LEFT):
+            return [Fail(1, reason)]
+        self.lost = reason
+        rest = tuple(self._in(_Phase.REQUESTING, _Phase.STARTING))
+        return [Warn(f"{reason}; the ranks that have left their loop run to their end"), RetireMembers(rest, reason)]
 
     def _deliver(self, record: Record) -> list[Instruction]:
         own = {seat.member: seat for seat in record.seats_of(self.agent)}

@@ -68,6 +68,37 @@ def test_a_rank_that_is_killed_after_its_last_step_fails_the_job_once_the_others
         assert "rank 0 was killed by SIGKILL after its last step, before its script had ended" in job.stderr
 
 
+# AGENT-11
+def test_a_rank_that_starts_when_the_others_stop_early_does_not_end_them(tmp_path: Path) -> None:
+    """Rank 0 does what follows the loop once rank 1 has found nobody who holds the state."""
+    setup = """if rank == 1 and (here / "killed").exists():
+            (here / "back").touch()
+            while not (here / "left").exists():
+                time.sleep(0.005)
+            pids = here / "pid"
+            pids.with_suffix(".new").write_text(str(os.getpid()))
+            os.replace(pids.with_suffix(".new"), pids)"""
+    body = """if rank == 1 and step.index == 3:
+                    (here / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)"""
+    after = """    if step.index >= 4 and (here / "back").exists():
+                break
+        (here / "left").touch()
+        while not (here / "pid").exists():
+            time.sleep(0.005)
+        pid = int((here / "pid").read_text())
+        while pathlib.Path(f"/proc/{pid}").exists():  # until its agent has reaped it
+            time.sleep(0.005)
+        print("saved")"""
+    path = training(tmp_path, steps=10**9, setup=setup, body=body, after=after)
+    with Job(tmp_path, path, ranks=2) as job:
+        assert job.wait() == 1, job.stderr
+        job.assert_nothing_left()
+        assert job.stdout.count("saved") == 1, job.stderr
+        lost = "the job's state is lost: no live member holds step"
+        assert job.stderr.index(lost) < job.stderr.index(f"error: {lost}")
+
+
 def test_a_negative_exit_code_is_no_signal(tmp_path: Path) -> None:
     """As Python by itself, which exits with its low byte."""
     with Job(tmp_path, script(tmp_path, "import sys; sys.exit(-1)")) as job:

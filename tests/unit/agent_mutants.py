@@ -19,7 +19,7 @@ from elasticgang.protocol import (
     member_lifecycle,
     restarts,
 )
-from elasticgang.protocol.agent_events import Committed, Event, PeerNotice
+from elasticgang.protocol.agent_events import Committed, Event, Fail, PeerNotice
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
@@ -156,6 +156,10 @@ AGENT_MUTANTS = {
         lambda: test_agent_state_exits.test_a_rank_that_is_killed_after_its_last_step_is_told_of_and_no_other_is_ended(
             signal.SIGKILL
         ),
+    ),
+    "a lost state ends ranks that have left their loop": UnitMutant(
+        ((AgentState, "_lose_state", lambda _, reason: [Fail(1, reason)]),),
+        test_agent_state.test_a_lost_state_ends_no_rank_that_has_left_its_loop,
     ),
     "no layout waits for ranks that start": UnitMutant(
         ((AgentState, "num_starting", 0),),

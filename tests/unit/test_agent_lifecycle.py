@@ -50,11 +50,12 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.record import ACTIVE, MemberReport, Record, Seat, Undecided
+from elasticgang.protocol.record import ACTIVE, MemberReport, Record, Seat, Undecided, Unrecoverable
 
 LAYOUT = ParallelLayout()
 KILLED = -signal.SIGKILL
 ENDED = [StopHelpers(), Exit(0)]
+FAILED = [StopHelpers(), Exit(1)]
 
 
 def record_of(*members: str, generation: int = 1) -> Record:
@@ -528,6 +529,21 @@ def test_after_a_kill_behind_the_last_step_the_others_end_by_themselves(
     (warning,) = host.exits("a0")
     assert isinstance(warning, Warn)
     assert then(host)[-1] == Exit(code)
+
+
+# AGENT-11
+def test_a_lost_state_fails_the_job_once_those_that_had_left_their_loop_have_ended() -> None:
+    host = running()
+    host(MemberLeft("a0", finished=False, in_order=False))
+    host.exits("a1")
+    while not any(isinstance(done, StartRank) for done in host.waits()):
+        pass
+    host.start("a1'")
+    host.asks("a1'")
+    done = host(RecordAnswered(Unrecoverable("no live member holds step 3")))
+    assert [type(instruction) for instruction in done] == [Warn, RetireMembers]
+    assert host.exits("a1'") == []  # it is not restarted
+    assert host.exits("a0", 0) == [Fail(1, "the job's state is lost: no live member holds step 3"), *FAILED]
 
 
 def test_after_a_signal_its_code_counts() -> None:

@@ -138,6 +138,26 @@ def test_a_lost_state_ends_the_job() -> None:
     assert failed == Fail(1, "the job's state is lost: no live member holds step 3")
 
 
+# AGENT-11
+def test_a_lost_state_ends_no_rank_that_has_left_its_loop() -> None:
+    host = running(4)
+    host.leaves("a0", finished=False)  # by `break`
+    for member in ("a1", "a2"):
+        host.asks(member, broken=True)
+    host.exits("a3")
+    host.start("a3'")
+    why = "the job's state is lost: no live member holds step 3"
+    warning, retired = host.is_answered(Unrecoverable("no live member holds step 3"))
+    assert warning == Warn(f"{why}; the ranks that have left their loop run to their end")
+    assert retired == RetireMembers(("a1", "a2", "a3'"), why)
+    assert host.exits("a1", 0) == host.exits("a2") == []
+    assert host.asks("a3'") == [RetireMembers(("a3'",), why)]
+    assert host.exits("a3'", 1) == []
+    assert not host.state.may_request()
+    assert host.exits("a0", 0) == []
+    assert host.state.lost == why
+
+
 def test_a_finished_jobs_state_is_not_lost_with_those_that_held_it() -> None:
     newcomer = Host(1)
     newcomer.start("a0")

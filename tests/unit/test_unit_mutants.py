@@ -37,6 +37,7 @@ RULES = {
     ),
     "AGENT-9": ("no layout waits for ranks that start", "ranks that start are never late"),
     "AGENT-10": ("a kill after the last step is nothing",),
+    "AGENT-11": ("a lost state ends ranks that have left their loop",),
     "ALONE": ("joiners go on alone",),
     "BACK": (
         "a record that nobody has accepted outlives its office",
