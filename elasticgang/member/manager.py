@@ -1,6 +1,9 @@
 """The manager of one rank: the API of a training script. All of it runs on the training thread.
 
 `member_lifecycle.py` decides what the rank does. `driver.py` carries that out.
+
+MANAGERFORK-1  A process that the script forks has no part in the job: where it leaves the step or the loop, by an
+    exception such as SystemExit, it neither ends the step nor leaves the job.
 """
 
 from __future__ import annotations
@@ -108,6 +111,8 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         manager = self._manager
+        if manager._is_forked:
+            return False
         self._gangs.__exit__(kind, error, traceback)
         manager._rendezvous.ban(Ban.NO_STEP)
         self.closed, manager._step = True, None
@@ -138,6 +143,7 @@ class QuorumManager:
         self._registered = False
         self.slot_keeper: SlotKeeper | None = None
         self._make_checkpoints = make_checkpoints
+        self._pid = os.getpid()
         rendezvous.ban(Ban.NO_STEP)  # BAN-1
 
     # -- for scripts
@@ -393,11 +399,16 @@ class QuorumManager:
                     raise InvalidOperationError(f"step {step.index} was not used; write `with step:` in the loop")
             returned = True
         finally:
-            try:
-                driver.run(lifecycle.leave(num_steps, returned=returned))  # a signal does not interrupt it
-            finally:
-                drain.in_loop = False
-            driver.run(lifecycle.leave(num_steps, returned=returned))  # one that has come since its end
+            if not self._is_forked:
+                self._leave_loop(num_steps, returned=returned)
+
+    def _leave_loop(self, num_steps: int, *, returned: bool) -> None:
+        driver, lifecycle = self._driver, self._driver.lifecycle
+        try:
+            driver.run(lifecycle.leave(num_steps, returned=returned))  # a signal does not interrupt it
+        finally:
+            self._rendezvous.drain.in_loop = False
+        driver.run(lifecycle.leave(num_steps, returned=returned))  # one that has come since its end
 
     def leave(self) -> None:
         """Drain this rank: its loop over `steps` ends after the step under way or the next one, and the other ranks go
@@ -411,6 +422,11 @@ class QuorumManager:
         return self._rendezvous.drain.requested
 
     # -- for the package `train`
+
+    @property
+    def _is_forked(self) -> bool:
+        """MANAGERFORK-1: whether this process is a child of the rank, with a copy of its manager."""
+        return os.getpid() != self._pid
 
     @property
     def step(self) -> Step:

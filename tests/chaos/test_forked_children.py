@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.training_scripts import training
 from tests.support import Job
 
@@ -54,3 +56,27 @@ def test_a_child_of_a_script_without_a_job_lets_go_too(tmp_path: Path) -> None:
     own, childs = json.loads((tmp_path / "child-0").read_text())
     assert [link for link in own if "elasticgang-page" in link]
     assert not [link for link in childs if "elasticgang-page" in link or "elasticgang-lease" in link]
+
+
+# MANAGERFORK-1
+@pytest.mark.parametrize("place", ["in the step", "in the loop"])
+def test_a_child_that_exits_has_no_part_in_the_step_nor_in_the_loop(place: str, tmp_path: Path) -> None:
+    """Its exit code is its own, and the rank goes on."""
+    setup = """
+        def fork():
+            child = os.fork()
+            if child == 0:
+                sys.exit(7)
+            print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    body, after = (
+        ("if step.index == 1: fork()", "") if place == "in the step" else ("", "    if step.index == 1: fork()")
+    )
+    path = training(
+        tmp_path, setup=setup, body=body, after=f"{after}\n        print('committed', manager.committed_steps)"
+    )
+    with Job(tmp_path, path, ranks=2) as job:
+        assert job.wait() == 0, job.stderr
+    assert job.stdout.count("child 7") >= 1
+    assert job.stdout.count("committed 5") == 2
+    assert "Traceback" not in job.stderr, job.stderr
