@@ -13,6 +13,7 @@ OPTIMIZER-2  With `reduction="reproducible"` nothing that an apply does to an el
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 from collections import defaultdict
@@ -33,6 +34,7 @@ from elasticgang.train.loss_scale import next_state
 
 log = logging.getLogger("elasticgang")
 
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _COMMUNICATING = frozenset({"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer"})
 _MIXING = frozenset({"Adafactor", "LBFGS", "Muon"})  # of torch.optim: what they do to an element depends on others
 
@@ -58,9 +60,10 @@ class Optimizer:
             ValueError: `replicated` names another gang; or there is a scaler, and a parameter is float16: keep float32
                 parameters, and compute under `torch.autocast`.
             NotSupportedError: a step of `optimizer` communicates, so that a death could leave it applied on some ranks
-                only (RULE-10).
+                only (RULE-10); or it needs a closure, as that of torch's LBFGS, which computes the loss again.
         """
         _refuse_communicating(optimizer)
+        _refuse_closure(optimizer)
         self.optim = optimizer
         self.sums: dict[str, float] = {}
         """The sums over all ranks that the last `step` was asked for, by name; empty unless it has returned True."""
@@ -325,4 +328,15 @@ def _refuse_communicating(optimizer: torch.optim.Optimizer) -> None:
                 f"`optimizer` must not communicate in its step, but {kind.__name__} does: a rank that dies there would "
                 "leave the step applied on some ranks only. Use an optimizer of torch.optim; to shard its state, "
                 "declare `ParallelLayout(sdp=...)` and use `fully_shard`."
+            )
+
+
+def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """An apply has no loss that it could compute again."""
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()  # a schedule replaces the bound one
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.kind not in _VARIABLE:
+            raise NotSupportedError(
+                f"`optimizer` must have a step without arguments, but that of {type(optimizer).__name__} needs "
+                f"`{parameter.name}`. Use one such as SGD or AdamW."
             )

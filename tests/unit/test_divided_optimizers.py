@@ -113,9 +113,16 @@ class Own(torch.optim.Adafactor):
     """Of a script."""
 
 
+class WithoutClosure(torch.optim.LBFGS):
+    """Of a script; torch's own is refused in any layout."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise AssertionError
+
+
 MIXING: dict[str, Optim] = {
     "Adafactor": Own,
-    "LBFGS": torch.optim.LBFGS,
+    "LBFGS": WithoutClosure,
     "Muon": torch.optim.Muon,
 }
 

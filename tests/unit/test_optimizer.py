@@ -48,3 +48,15 @@ def test_a_step_is_entered_once() -> None:
             step.__enter__()
         committed.append(manager.committed_steps)
     assert committed == [1, 2]
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
+    manager = eg.join()
+    weight = torch.nn.Parameter(torch.ones(2))
+    lbfgs = torch.optim.LBFGS([weight])
+    with pytest.raises(eg.NotSupportedError, match="step without arguments, but that of LBFGS needs `closure`"):
+        eg.Optimizer(manager, lbfgs)
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SparseAdam):
+        optim = kind([weight], lr=0.1)
+        torch.optim.lr_scheduler.LinearLR(optim)  # replaces the method
+        eg.Optimizer(manager, optim)
