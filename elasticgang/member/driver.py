@@ -72,9 +72,10 @@ class MemberDriver:
         measure: Callable[[], Sequence[float]] | None,
         prepare: Callable[..., None] | None,
         numbers: Sequence[float],
+        names: int,
     ) -> bool:
         self._apply, self._measure, self._prepare = apply, measure, prepare
-        return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None))
+        return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
 
     def run(self, routine: Routine[_T]) -> _T:
         """Carry out the instructions of `routine` to its end. A GangError of one ends the generation."""

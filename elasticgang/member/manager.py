@@ -490,6 +490,7 @@ class QuorumManager:
         *,
         prepare: Callable[..., None] | None = None,
         numbers: Sequence[float] = (),
+        names: int = 0,
     ) -> bool:
         """Vote on the step under way and, when it is committed, call `apply(total weight)` on the reduced gradients.
 
@@ -498,6 +499,7 @@ class QuorumManager:
         `prepare`: called once before `apply`, with the same arguments, while the votes cross the network. It may
         change the gradients and nothing else, because the step may still be dropped.
         `numbers`: equally many on every rank. `step.sums` has their sums over all ranks once the step is committed.
+        `names`: stands for their names, below 2**32 (MANAGER-16).
 
         Returns once the step's fate is known, if need be after a generation change. True: this rank's state holds the
         step.
@@ -505,7 +507,7 @@ class QuorumManager:
         step = self.step
         self._driver.check_coverage()
         try:
-            step.committed = self._driver.commit(weight, apply, measure, prepare, numbers)
+            step.committed = self._driver.commit(weight, apply, measure, prepare, numbers, names)
         finally:  # BAN-1
             self._rendezvous.ban(Ban.COMMITTED if step.committed else Ban.DROPPED)
         step.sums = self._driver.lifecycle.sums if step.committed else ()

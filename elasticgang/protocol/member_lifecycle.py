@@ -31,6 +31,8 @@ MANAGER-14  When the record names holders of another layout, they keep their sta
     A rank that nobody can heal fetches its part from them before its first step. If it cannot, it ends the generation.
 MANAGER-15  The script's numbers are summed with the totals, so that a rank has the sums before it prepares. All ranks
     that hold the committed step have the same ones, also if a record has resolved it. A rank without state adds zeros.
+MANAGER-16  A number that stands for the names of the script's numbers is summed with them. If ranks have other names,
+    every rank finds that before it prepares, and raises an error.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, CheckpointRef, Record, Seat
 
 MAX_LOST_STEPS = 100
+_NUM_NAMES = 2  # numbers behind the script's, by which ranks see that they have the same names
 _NEVER_DROPPED = (InternalError, OperationalError, EvictedError, StateLostError)
 
 _T = TypeVar("_T")
@@ -245,13 +248,14 @@ class MemberLifecycle:
         if self._step is not None:
             self._step.has_failed = True
 
-    def commit(self, weight: float, numbers: Sequence[float] = (), *, measures: bool) -> Routine[bool]:
+    def commit(self, weight: float, numbers: Sequence[float] = (), *, measures: bool, names: int = 0) -> Routine[bool]:
         """Vote on the step under way, and apply it when it is committed. Returns, once its fate is known, whether this
         rank's state holds it; `sums` then has the sums of `numbers` over all ranks. `measures`: the optimizer measures
-        the reduced gradients.
+        the reduced gradients. `names`: stands for the names of `numbers` (MANAGER-16).
 
         Raises:
-            InvalidOperationError: the step was voted on before, or the weights of all ranks sum to 0.
+            InvalidOperationError: the step was voted on before; or the weights of all ranks sum to 0; or ranks have
+                other `names`.
             InternalError: the ranks voted on different attempts.
             StepAborted: this rank leaves, because it drains and has become a spare.
             EvictedError, StateLostError, SystemExit: as `_next_generation` does.
@@ -262,11 +266,13 @@ class MemberLifecycle:
         if step.has_voted:
             raise InvalidOperationError(f"step {index} was voted on before; there is one `optim.step` in a step")
         step.has_voted = True
+        if numbers:
+            numbers = (*numbers, float(names), 1.0)  # MANAGER-16
         totals = yield from self._reduce(step, weight, numbers, measures)
         if totals is None or totals[1] > 0:  # MANAGER-6
             return False
         total, _, *rest = totals
-        step.sums, measured = tuple(rest[: len(numbers)]), rest[len(numbers) :]
+        step.sums, measured = tuple(rest[: max(0, len(numbers) - _NUM_NAMES)]), rest[len(numbers) :]
         if total <= 0:  # the same on every rank, so that all raise and none has voted
             raise InvalidOperationError(f"the weights of step {index} sum to {total:g} over all ranks")
         try:
@@ -355,6 +361,8 @@ class MemberLifecycle:
         if self._is_over:  # the gradients may be this rank's own
             return None
         assert state.record is not None
+        if not num_failed and numbers:
+            _check_names(step, numbers, rest[: len(numbers)])
         if not num_failed and total > 0 and state.tip is not None and has_forward:
             state.prepare(step.attempt)
         layout = state.record.layout
@@ -467,3 +475,12 @@ class MemberLifecycle:
         if self.state.action_for(record) is Action.APPLY:
             yield from self._apply()
         self.state.enter(record, seat)
+
+
+def _check_names(step: _Step, own: Sequence[float], sums: Sequence[float]) -> None:
+    """MANAGER-16. `own`: this rank's numbers, whose last two are the one for the names, and 1."""
+    *_, names, num_ranks = sums
+    if names != own[-_NUM_NAMES] * num_ranks:
+        raise InvalidOperationError(
+            f"the ranks give `sums` of other names to `optim.step` in step {step.attempt.step - 1}"
+        )

@@ -16,6 +16,7 @@ import functools
 import inspect
 import logging
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -113,7 +114,7 @@ class Optimizer:
             LayoutError: no stage of the pipeline has a part of the state that the stages of another one had. Nothing is
                 committed.
             InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0; or
-                the scaler is not registered.
+                `sums` has other names on some ranks, equally many; or the scaler is not registered.
             NotSupportedError: with `reduction="reproducible"`, where a layout of the job has `sdp`: the optimizer is
                 torch's Adafactor, LBFGS or Muon, whose result for an element depends on others; or parameters on the
                 CPU are float16 or bfloat16, or its `fused` form is chosen for them, because these round the last
@@ -140,6 +141,7 @@ class Optimizer:
             functools.partial(self._measure, measures) if measures is not None or self._scaler is not None else None,
             prepare=lambda total, *measured: self._make_ready(total, max_norm, measured, is_exact=is_exact),
             numbers=numbers,
+            names=zlib.crc32("\0".join(names).encode()),
         )
         self.sums = dict(zip(names, self._manager.step.sums, strict=True)) if is_committed else {}
         return is_committed

@@ -14,6 +14,7 @@ from typing import Any
 from elasticgang.errors import GangError
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol import (
+    member_lifecycle,
     recovery,
     rendezvous_keys,
     sum_route,
@@ -26,6 +27,7 @@ from elasticgang.protocol.rendezvous_keys import Key, KeyExchange
 from elasticgang.protocol.sum_route import SumRoute
 from tests.unit import (
     test_member_checkpoints,
+    test_member_lifecycle,
     test_recovery,
     test_rendezvous_keys,
     test_reshape,
@@ -92,6 +94,10 @@ def _take_for_all(self: KeyExchange[Hashable], party: Hashable, groups: Iterable
 
 
 MEMBER_MUTANTS = {
+    "numbers of other names are added": UnitMutant(
+        ((member_lifecycle, "_check_names", always(None)),),
+        test_member_lifecycle.test_other_names_of_numbers_are_an_error_before_anything_is_prepared,
+    ),
     "a checkpoint is not loaded": UnitMutant(
         ((MemberLifecycle, "_loads", False),),
         test_member_checkpoints.test_a_rank_loads_the_checkpoint_before_its_first_step,

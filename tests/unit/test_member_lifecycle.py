@@ -162,9 +162,9 @@ def test_totals_that_measure_the_gradients_wait_for_them() -> None:
 def test_numbers_of_the_script_are_summed_with_the_totals() -> None:
     driver = active()
     driver.begin()
-    sums = {"AWAIT_SUMS root": [4.0, 0.0, 7.0, -1.0, 9.0]}
-    assert driver.run(driver.lifecycle.commit(2.0, (3.0, -1.0), measures=True), sums)
-    assert driver.done[2] == do.StartSum("root", (2.0, 0.0, 3.0, -1.0), measures=True)
+    sums = {"AWAIT_SUMS root": [4.0, 0.0, 7.0, -1.0, 10.0, 2.0, 9.0]}
+    assert driver.run(driver.lifecycle.commit(2.0, (3.0, -1.0), measures=True, names=5), sums)
+    assert driver.done[2] == do.StartSum("root", (2.0, 0.0, 3.0, -1.0, 5.0, 1.0), measures=True)
     assert do.MakeReady(4.0, (9.0,)) in driver.done
     assert driver.lifecycle.sums == (7.0, -1.0)
     driver.run(driver.lifecycle.end(None))
@@ -175,9 +175,27 @@ def test_numbers_of_the_script_are_summed_with_the_totals() -> None:
 def test_a_learner_adds_zeros() -> None:
     driver = learner()
     driver.begin()
-    sums = {"AWAIT_SUMS root": [4.0, 0.0, 7.0, 8.0]}
-    driver.run(driver.lifecycle.commit(2.0, (3.0, 5.0), measures=False), sums)
-    assert do.StartSum("root", (0.0, 0.0, 0.0, 0.0)) in driver.done
+    sums = {"AWAIT_SUMS root": [4.0, 0.0, 7.0, 8.0, 10.0, 2.0]}
+    driver.run(driver.lifecycle.commit(2.0, (3.0, 5.0), measures=False, names=5), sums)
+    assert do.StartSum("root", (0.0,) * 6) in driver.done
+
+
+# MANAGER-16
+def test_other_names_of_numbers_are_an_error_before_anything_is_prepared() -> None:
+    driver = active()
+    driver.begin()
+    sums = {"AWAIT_SUMS root": [4.0, 0.0, 7.0, 11.0, 2.0]}
+    with pytest.raises(InvalidOperationError, match=r"the ranks give `sums` of other names to `optim\.step` in step 0"):
+        driver.run(driver.lifecycle.commit(2.0, (3.0,), measures=False, names=5), sums)
+    assert driver.lifecycle.state.pending is None
+
+
+# MANAGER-16
+def test_the_names_do_not_matter_in_a_step_that_has_failed_on_a_rank() -> None:
+    driver = active()
+    driver.begin()
+    sums = {"AWAIT_SUMS root": [4.0, 1.0, 7.0, 11.0, 2.0]}
+    assert not driver.run(driver.lifecycle.commit(2.0, (3.0,), measures=False, names=5), sums)
 
 
 def test_the_agent_is_sent_the_first_commit_of_each_generation() -> None:
