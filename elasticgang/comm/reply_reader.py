@@ -207,6 +207,8 @@ class ReplyReader:
         is left to read."""
         this_thread = threading.get_ident()
         if self._reader == this_thread:
+            if self._is_over:
+                return False
             self._read_within(read)
             return True
         try:
