@@ -15,7 +15,8 @@ MAPPING-2  Only a chunk that glibc has mapped individually is replaced: the allo
     32 MiB individually, and a smaller one until the process frees a mapped chunk that is larger.
 MAPPING-3  Before each use, the block must still be mapped at the storage's address. The storage may have been freed and
     allocated again (`resize_`) at the same address, unless it was allocated in the block: it then has a fixed size.
-MAPPING-4  A forked child gets private pages: its writes do not reach the parent.
+MAPPING-4  A forked child gets private pages: its writes do not reach the parent. The parent's later writes reach the
+    pages that the child has not written to: a copy at each fork would cost as much memory as all gradients.
 MAPPING-5  A block belongs to its storage for as long as the storage exists, in whichever generation and whatever
     happens to comm processes. A pending work holds its tensors until its process is dead (ARENA-2).
 MAPPING-6  Memory that may outlive its storage is copied: that of a NumPy array or a `bytearray`, for example. torch can
