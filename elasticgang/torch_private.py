@@ -317,6 +317,18 @@ def forget_meshes() -> None:
     _redistribute._gen_transform_infos.cache_clear()
 
 
+# -- modes
+
+has_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # the number of this thread's dispatch modes
+without_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether `tensor` is one without data, of a `FakeTensorMode`."""
+    known = sys.modules.get("torch._subclasses.fake_tensor")
+    return known is not None and isinstance(tensor, known.FakeTensor)
+
+
 # -- torch.compile
 
 

@@ -56,6 +56,7 @@ from elasticgang.process.death_watch import wait_writes_nothing
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.process.status_page import CommBlock, StatusPage
 from elasticgang.process.stop_fence import halt
+from elasticgang.torch_private import has_modes, is_fake, without_modes
 
 _REAP_TIMEOUT_S = 5.0
 HALT_TIMEOUT_S = 0.1
@@ -301,6 +302,9 @@ class CommProcess:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # later calls reuse the tensors that this one makes
                 return self.submit(group, collective, timeout, fail)
+        if has_modes():  # STAGING-5
+            with without_modes():
+                return self.submit(group, collective, timeout, fail)
         check_reentry()
         try:
             here.is_inside = True  # REENTRY-2
@@ -314,6 +318,9 @@ class CommProcess:
         call, kind, timeout = collective.call, TABLE[collective.call], collective.timeout_s or timeout
         work = CommWork(self._reply_reader, call, collective.outputs, (timeout or self.timeout) + kind.grace_s, fail)
         tensors = collective.outputs if kind.is_in_place else (*collective.outputs, *collective.inputs)
+        if any(is_fake(tensor) for tensor in tensors):  # STAGING-5
+            self._end(work, None)
+            return work
         first_input = 0 if kind.is_in_place else len(collective.outputs)
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:  # STAGING-3
             torch.cuda.current_stream(device).synchronize()

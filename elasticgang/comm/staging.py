@@ -1,10 +1,13 @@
 """Staging: puts a tensor into shared memory for the comm process, in a shape and dtype that Gloo accepts.
 
-STAGING-1  The caller's tensor keeps its address, strides and version, and its views stay valid.
+STAGING-1  The caller's tensor keeps its address and strides, and its views stay valid. Its version changes only where a
+    copy writes to it.
 STAGING-2  A dtype that cannot be reduced is refused before anything is sent.
 STAGING-3  A tensor on a device is copied through a block. Its collective begins once the caller's stream has drained,
     and ends once the result is on the device: it is never in a stream of another thread that the caller's might pass.
 STAGING-4  Nothing is written to the tensor of a broadcast's root: autograd may have saved it, and notices a write.
+STAGING-5  The copies are no operations of the caller's: its dispatch modes see none. Nothing is done for the tensors of
+    a `FakeTensorMode`, which have no data.
 """
 
 from __future__ import annotations

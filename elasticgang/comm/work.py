@@ -13,6 +13,7 @@ from torch import Tensor
 from elasticgang.collectives.work import Work
 from elasticgang.comm import deadlines
 from elasticgang.errors import CollectiveTimeoutError, GangError, InvalidOperationError
+from elasticgang.torch_private import has_modes, without_modes
 
 
 class Awaiting(Protocol):
@@ -67,6 +68,9 @@ class CommWork(Work):
         """End the work. Called by the thread that learned of the end. It writes the outputs first (COMM-4) and leaves
         the future to the reply reader's threads (COMM-5). Called again only if a signal's handler has interrupted it
         before the work had ended (REPLY-6)."""
+        if has_modes():  # STAGING-5
+            with without_modes():
+                return self.end(error)
         for staged_tensor in self.staged[: len(self._outputs)]:
             if error is None:
                 staged_tensor.copy_out()

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elasticgang.collectives.collective import Collective
 from elasticgang.comm.arena import Arena
@@ -69,6 +70,22 @@ def test_a_broadcast_of_any_dtype_from_any_rank(trio: World, dtype: torch.dtype,
     expected = tensors[root].clone()
     broadcast(trio, tensors, root)
     assert all(torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)) for tensor in tensors)
+
+
+# STAGING-5
+def test_fake_tensors_are_left_alone_and_real_ones_are_reduced_beside_them(trio: World) -> None:
+    real = [torch.ones(3, dtype=torch.int16) for _ in range(3)]
+    with FakeTensorMode():
+        fakes = [torch.ones(5, dtype=torch.int16) for _ in range(3)]
+        for fake in fakes:
+            assert start_sum(trio.comms[0], fake).wait(GUARD_S)
+        for work in [start_sum(comm, tensor) for comm, tensor in zip(trio.comms, real, strict=True)]:
+            work.wait(GUARD_S)
+    assert [tensor.tolist() for tensor in real] == [[3] * 3] * 3
+    tensors = [torch.ones(5, dtype=torch.int16) for _ in range(3)]
+    for work in [start_sum(comm, tensor) for comm, tensor in zip(trio.comms, tensors, strict=True)]:
+        work.wait(GUARD_S)
+    assert [tensor.tolist() for tensor in tensors] == [[3] * 5] * 3
 
 
 # STAGING-4
