@@ -125,6 +125,8 @@ def check_for_each_rank(name: str, tensors: Sequence[Tensor], size: int) -> None
 
 
 def split_of(name: str, tensor: Tensor, sizes: Sequence[int] | None, num_ranks: int) -> tuple[Tensor, ...]:
+    if num_ranks == 1 and not sizes:  # also without a first dimension
+        return (tensor,)
     length = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
         if length % num_ranks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from elasticgang.collectives import table
+from elasticgang.collectives import table, torch_calls
 from elasticgang.collectives.collective import Collective, ReduceOperation
 from elasticgang.collectives.table import TABLE, Kind, compose
 from elasticgang.errors import NotSupportedError
@@ -155,3 +155,9 @@ def test_a_group_of_messages_is_ended_when_one_is_refused() -> None:
     with pytest.raises(ValueError, match="no such rank"):
         TABLE["messages"].issue(pg, example("messages"))
     assert pg.calls == ["_start_coalescing", "send", "_end_coalescing"]
+
+
+def test_a_scalar_is_exchanged_in_a_group_of_one() -> None:
+    output, input = torch.tensor(0.0), torch.tensor(5.0)
+    (part,) = torch_calls.all_to_all_single(1, output, input).parts
+    assert (part.outputs, part.inputs) == ((output,), (input,))
