@@ -32,6 +32,7 @@ from elasticgang.process.stacks import StackSource
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.devices import NOT_JOINED, Taken
+from elasticgang.protocol.record import Record
 
 _NOTHING = Attempt(0, 0)
 _LAST_OUTPUT_S = 0.5
@@ -81,6 +82,13 @@ class RankProcess:
         """RANK-4. Of all threads of the rank's process group. The rank is not reaped yet."""
         lower_group_priority(self.pid)
 
+    def num_steps(self, record: Record | None) -> int:
+        """The steps that the rank knows to be committed. `record`: the agent's newest one, whose steps the rank has
+        loaded, or heals, if it has not committed one since."""
+        step, generation = self.page.committed
+        is_newer = record is not None and record.generation > generation and self.page.generation > 0
+        return record.committed.step if record is not None and is_newer else step
+
     def stack_source(self) -> StackSource | None:
         """None: the rank is dead. The source has descriptors of its own, so that a thread can read while the rank is
         reaped."""
@@ -107,6 +115,10 @@ def lower_group_priority(pid: int) -> None:
 
 class RankCallbacks(Protocol):
     """The agent."""
+
+    @property
+    def record(self) -> Record | None:
+        """The newest one. Any thread may read it."""
 
     def on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
         """Raises WireError, KeyError, TypeError or ValueError: the message is invalid. The rank is killed."""
@@ -186,7 +198,7 @@ class RankProcesses:
             self._output.tail(launch.local_rank),
         )
         self._by_member[rank.member] = rank
-        self._output.track_steps(rank.local_rank, lambda: rank.page.committed[0])
+        self._output.track_steps(rank.local_rank, lambda: rank.num_steps(self._callbacks.record))
         return rank
 
     def follow(self, rank: RankProcess) -> None:

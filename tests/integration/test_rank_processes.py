@@ -24,7 +24,10 @@ from elasticgang.observe.events import EventLog
 from elasticgang.process import framing
 from elasticgang.process.death_watch import fields_of
 from elasticgang.process.priority import raise_priority
+from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.agent_events import ExitBegan
+from elasticgang.protocol.commit import Attempt
+from tests.unit.agent_hosts import record_of
 
 _NICE = 16  # the field of /proc/PID/task/TID/stat behind the name
 _FAMILY = """
@@ -93,6 +96,19 @@ def test_the_agent_lowers_the_priority_of_a_rank_that_begins_to_exit_before_it_i
             rank.kill()
         assert process.wait(60) == -signal.SIGKILL
     assert seen == ([{min(own + 10, 19)}] if takes_part else [])
+
+
+def test_the_steps_of_a_rank_are_those_that_it_knows_to_be_committed() -> None:
+    """Also those that it has loaded, or has healed, before a commit of its own."""
+    unused: Any = None
+    rank = RankProcess("a0", 0, os.getpid(), -1, unused, unused, StatusPage(), -1, list)
+    record = record_of(["a0"], 4, committed=Attempt(400, 3))
+    assert rank.num_steps(None) == rank.num_steps(record) == 0, "it has entered no generation"
+    rank.page.entered(4)
+    assert rank.num_steps(record) == 400
+    rank.page.commit(401, 4)
+    assert rank.num_steps(record) == 401
+    assert rank.num_steps(record_of(["a0"], 5, committed=Attempt(350, 2))) == 350, "rolled back"
 
 
 def test_a_rank_is_notified_once_of_the_end_of_a_generation() -> None:
