@@ -316,7 +316,8 @@ def format_change(change: Mapping[str, Any], counts: Mapping[str, int]) -> str:
         parts.append(f"takes the layout {name_layout(change)}, in place of {change['layout_before']}")
     parts += [f"step {doubt['step']} in doubt was {doubt['outcome']}" for doubt in change["in_doubt"]]
     if change["checkpoint"] is not None:
-        parts.append(f"continues at the checkpoint of step {change['checkpoint']}")
+        does = "tries" if change["phases_ms"]["first_commit"] is None else "continues at"
+        parts.append(f"{does} the checkpoint of step {change['checkpoint']}")
     spent = {name: ms for name, ms in change["phases_ms"].items() if ms is not None}
     if spent and "first_commit" in spent:
         times = ", ".join(f"{name} {ms:.0f}" for name, ms in spent.items() if name != "heal" and ms >= 0.5)

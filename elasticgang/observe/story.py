@@ -95,7 +95,8 @@ def _tell_change(change: Event, events: Sequence[Event]) -> Iterator[str]:
     if change.get("num_holders"):
         yield f"  the state moved between the ranks in memory, from {change['num_holders']} that held it"
     if change.get("checkpoint") is not None:
-        yield f"  the ranks loaded the checkpoint of step {change['checkpoint']}"
+        did = "tried" if (change.get("phases_ms") or {}).get("first_commit") is None else "loaded"
+        yield f"  the ranks {did} the checkpoint of step {change['checkpoint']}"
     yield from _bounded((f"  {member} joined" for member in change.get("joined", ())), "joined")
     moves = (
         f"  {move['member']} moved from {_place(move['from'])} to {_place(move['to'])}"

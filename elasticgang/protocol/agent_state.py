@@ -280,10 +280,20 @@ class AgentState:
             return [RetireMembers((event.member,), "the job has finished")]
         instructions: list[Instruction] = []
         if event.broken and not newcomer:
-            what = "timed out in a collective" if event.timed_out else "lost a peer"
-            instructions = self._abort(f"rank {rank.local_rank} {what}", is_effect=True)
+            unloaded = self._unloaded(event)
+            what = unloaded or ("timed out in a collective" if event.timed_out else "lost a peer")
+            instructions = self._abort(f"rank {rank.local_rank} {what}", is_effect=not unloaded)
         instructions += self._request_if_ready()
         return self._notice_join() if newcomer and not instructions else instructions
+
+    def _unloaded(self, event: RecordRequested) -> str:
+        """That the member cannot use the checkpoint which its generation began with: it has not loaded it, and
+        names an older one, or none. Empty: something else ended the generation."""
+        record, other, tip = self.record, event.checkpoint, event.report.tip
+        if record is None or not record.checkpoint or (tip is not None and tip >= record.committed):
+            return ""
+        is_usable = other is not None and other.attempt >= record.committed
+        return "" if is_usable else f"could not load the checkpoint of step {record.committed.step}"
 
     def _peer_noticed(self, event: PeerNotice) -> list[Instruction]:
         if self.record is None or event.generation != self.record.generation:  # AGENT-7

@@ -203,6 +203,9 @@ def test_a_corrupt_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
         assert running.wait() == 0, running.stderr
         assert f"cannot load the checkpoint {found.path}" in running.stderr
         assert f"step-{EVERY:012d}" in running.stderr
+        assert f"; tries the checkpoint of step {2 * EVERY}" in running.stderr
+        assert f" could not load the checkpoint of step {2 * EVERY}): " in running.stderr
+        assert f"; continues at the checkpoint of step {EVERY};" in running.stderr
     assert results(tmp_path) == {alone(STEPS, "64")}
 
 

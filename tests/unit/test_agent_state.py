@@ -17,6 +17,7 @@ from elasticgang.protocol.agent_events import (
     Fail,
     Finished,
     NotStarted,
+    RecordRequested,
     RequestRecord,
     Restart,
     RetireMembers,
@@ -24,8 +25,8 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.agent_state import describe_exit
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.record import Undecided, Unrecoverable
-from tests.unit.agent_hosts import KILLED, Host, record_of, running
+from elasticgang.protocol.record import CheckpointRef, Undecided, Unrecoverable
+from tests.unit.agent_hosts import KILLED, LAYOUT, Host, record_of, report_of, running
 
 # -- AGENT-1: a record is requested when every live member of the present generation has asked
 
@@ -191,6 +192,28 @@ def test_a_collective_timeout_is_not_reported_as_a_lost_peer() -> None:
     assert host.asks("a1", broken=True, timed_out=True) == [
         Abort(("a0", "a2"), 1, "rank 1 timed out in a collective", is_effect=True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("tip", "other", "why"),
+    [
+        (None, CheckpointRef(Attempt(300, 1), "older"), "could not load the checkpoint of step 400"),
+        (None, None, "could not load the checkpoint of step 400"),
+        (None, CheckpointRef(Attempt(400, 1), "digest"), "lost a peer"),
+        (Attempt(400, 1), None, "lost a peer"),
+    ],
+)
+def test_a_rank_that_could_not_load_the_checkpoint_has_lost_no_peer(
+    tip: Attempt | None, other: CheckpointRef | None, why: str
+) -> None:
+    host = running()
+    host.asks("a0", broken=True)
+    host.asks("a1", broken=True)
+    host.asks("a2", broken=True)
+    host.is_answered(record_of(["a0", "a1", "a2"], 2, committed=Attempt(400, 1), checkpoint="digest"))
+    request = RecordRequested("a1", report_of("a1", tip), LAYOUT, True, False, other)
+    is_effect = why == "lost a peer"
+    assert host.state.handle(request) == [Abort(("a0", "a2"), 2, f"rank 1 {why}", is_effect=is_effect)]
 
 
 def test_a_rank_that_leaves_before_the_last_step_ends_the_generation() -> None:

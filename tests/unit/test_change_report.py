@@ -121,6 +121,17 @@ def test_a_spare_that_takes_a_seat_has_moved() -> None:
     assert change["left"] == ["a1"]
 
 
+def test_a_checkpoint_that_no_rank_has_gone_on_from_was_only_tried() -> None:
+    changes = started()
+    list(changes.agreed(record_of(["a0"], 2, committed=Attempt(400, 1), checkpoint="digest"), "a"))
+    enter(changes, "a0", 2, 10.0)
+    (tried,) = changes.agreed(record_of(["a0"], 3, committed=Attempt(300, 1), checkpoint="older"), "a")
+    enter(changes, "a0", 3, 11.0)
+    (loaded,) = changes.committed("a0", Attempt(301, 3), 12.0)
+    assert "; tries the checkpoint of step 400" in format_change(tried, {"active": 1})
+    assert "; continues at the checkpoint of step 300" in format_change(loaded, {"active": 1})
+
+
 # CHANGE-1
 def test_a_change_overtaken_by_the_next_one_is_reported_as_far_as_it_came() -> None:
     changes = started()
