@@ -119,7 +119,7 @@ def test_a_rank_whose_script_fails_once_is_restarted_by_default(tmp_path: Path) 
     with Job(tmp_path, path, ranks=3) as job:
         assert job.wait() == 0, job.stderr
         assert job.stdout.count("finished 9") >= 2  # and the restarted one, if it came back in time
-        assert job.stderr.count("OSError: of this machine") == 1
+        assert job.stderr.count("\nOSError: of this machine\n") == 1
         assert "rank 1 exited with code 1 in step 5: restart 1 of 3 within an hour" in job.stderr
 
 
@@ -199,7 +199,7 @@ def test_a_rank_that_raises_and_does_not_exit_has_failed_when_it_is_killed(tmp_p
     with Job(tmp_path, path, ranks=2, options=["--max-restarts", "0"]) as job:
         assert job.wait() == 1
         job.assert_nothing_left()
-        assert job.stderr.count("ValueError: and a thread is left") == 1
+        assert job.stderr.count("\nValueError: and a thread is left\n") == 1
         assert job.stderr.splitlines()[-1] == "elasticgang: error: rank 1 exited with code 1; --max-restarts is 0"
 
 
@@ -219,7 +219,7 @@ def test_without_restarts_the_first_failure_ends_the_others(tmp_path: Path) -> N
     with Job(tmp_path, path, ranks=3, options=["--max-restarts", "0"]) as job:
         assert job.wait() == 1
         job.assert_nothing_left()
-        assert job.stderr.count("RuntimeError: once") == 1
+        assert job.stderr.count("\nRuntimeError: once\n") == 1
         assert "rank 1 exited with code 1" in job.stderr
 
 
