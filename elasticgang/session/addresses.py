@@ -2,13 +2,13 @@
 
 ADDRESS-ALL   Each address is tried in the resolver's order. The error names every address, and is a
               ConnectionRefusedError only if every address refused the connection.
-ADDRESS-TIME  An address that does not answer leaves time for the others. `open_socket` begins with the next one while
-              it waits, and has begun with all of them after `STAGGER_S`. `probe` gives each an equal part of its time.
+ADDRESS-TIME  An address that does not answer leaves time for the others. `open_socket` (`open_socket.py`) begins with
+              the next one while it waits, and has begun with all of them after `STAGGER_S`. `probe` gives each an equal
+              part of its time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import socket
@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from elasticgang.errors import reason_of
-
-STAGGER_S = 0.5
 
 
 def probe(host: str, port: int, timeout_s: float) -> None:
@@ -34,56 +32,6 @@ def probe(host: str, port: int, timeout_s: float) -> None:
         except OSError as exc:
             errors[address] = exc
     raise failure_of(errors)
-
-
-async def open_socket(host: str, port: int) -> socket.socket:
-    """Connect to the first address of `host` that accepts it. Raises OSError (ADDRESS-ALL)."""
-    loop = asyncio.get_running_loop()
-    addresses = distinct(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    waiting = list(addresses)
-    errors: dict[str, OSError] = {}
-    attempts: dict[asyncio.Task[socket.socket], str] = {}
-    try:
-        while waiting or attempts:
-            if waiting:
-                address = waiting.pop(0)
-                attempts[loop.create_task(_open(address, port))] = address
-            next_s = STAGGER_S / len(addresses) if waiting else None  # ADDRESS-TIME
-            done, _ = await asyncio.wait(attempts, timeout=next_s, return_when=asyncio.FIRST_COMPLETED)
-            if (opened := _take_done(attempts, done, errors)) is not None:
-                return opened
-    finally:
-        for attempt in attempts:
-            if not attempt.cancel() and not attempt.cancelled() and attempt.exception() is None:
-                attempt.result().close()
-    raise failure_of({address: errors[address] for address in addresses})
-
-
-def _take_done(
-    attempts: dict[asyncio.Task[socket.socket], str],
-    done: Iterable[asyncio.Task[socket.socket]],
-    errors: dict[str, OSError],
-) -> socket.socket | None:
-    """Move the failures of `done` from `attempts` to `errors`. Returns the first socket that is connected, and leaves
-    the rest."""
-    for attempt in done:
-        address = attempts.pop(attempt)
-        try:
-            return attempt.result()
-        except OSError as exc:
-            errors[address] = exc
-    return None
-
-
-async def _open(address: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, (address, port))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def is_address_here(host: str) -> bool:

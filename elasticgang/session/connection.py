@@ -30,7 +30,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from elasticgang.errors import WireError
-from elasticgang.session.addresses import open_socket
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, Payload, body_frame
 from elasticgang.session.handshake import (
@@ -41,6 +40,7 @@ from elasticgang.session.handshake import (
     ServerHandshake,
     SessionKeys,
 )
+from elasticgang.session.open_socket import open_socket
 from elasticgang.session.tls import TlsStream, explain, looks_like_tls, name_to_check
 
 HANDSHAKE_S = 40.0

@@ -68,7 +68,6 @@ def test_a_disk_that_fills_in_the_middle_of_a_save_costs_that_save_alone(tmp_pat
         wait_in(running, tmp_path, third - 1)  # training goes on
         wait_until(lambda: bool(warnings_of(running)), "a warning")
         assert newest(tmp_path) == EVERY
-        assert list(disk.glob(f"step-{second:012d}-*")), "the save has begun"
         filler.unlink()
         with contextlib.suppress(FileNotFoundError):
             (tmp_path / "hold").unlink()
