@@ -138,7 +138,8 @@ class Job:
             elif time.monotonic() > deadline:
                 committed = 0 if newest is None else newest.step + 1
                 raise JobFailedError(f"no step was committed for long after {committed} steps; see {self.log}")
-        if self._agent.returncode:
+        met_the_end = self._agent.returncode == 128 + signal.SIGKILL and self.run_log.finished  # AGENT-10: a kill did
+        if self._agent.returncode and not met_the_end:
             raise JobFailedError(f"{self._reason()} (exit code {self._agent.returncode}); see {self.log}")
 
     def read(self) -> None:
