@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -87,4 +88,9 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 
 
 def asleep(process: psutil.Process) -> list[int]:
-    return [thread.id for thread in process.threads() if psutil.Process(thread.id).status() == psutil.STATUS_SLEEPING]
+    found = []
+    for thread in process.threads():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends at this moment
+            if psutil.Process(thread.id).status() == psutil.STATUS_SLEEPING:
+                found.append(thread.id)
+    return found
