@@ -58,6 +58,7 @@ class MemberDriver:
         self._measure: Callable[[], Sequence[float]] | None = None
         self._sums: Callable[[], list[float]] = list
         self._is_voting = False  # the sums under way are votes
+        self._num_values = 0  # of the totals under way, before the driver's own
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
         self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
@@ -121,6 +122,9 @@ class MemberDriver:
                 self._is_voting = gang == "control"
                 if self._is_voting:  # SCHEDULE-1, SAVER-6
                     values = (*values, *self._saves())
+                else:
+                    self._num_values = len(values)
+                    values = (*values, float(all(reducer.has_all for reducer in self.reducers)))  # DDP-8
                 measured = self._measure() if measures and self._measure is not None else ()
                 self._sums = rendezvous.start_sum([*values, *measured])
             case Do.AWAIT_SUMS:
@@ -132,6 +136,11 @@ class MemberDriver:
                         self.checkpoints.count(num_proposals, num_saving, self.lifecycle.state.entered)
                     return sums[:-_NUM_SAVES]
                 reached("totals_received")
+                has_any_all = sums.pop(self._num_values)
+                if not has_any_all:
+                    for reducer in self.reducers:
+                        reducer.leave_out_unused()
+                    self._await_reduction()
                 return sums
             case Do.FINISH_REDUCTION:
                 for reducer in self.reducers:

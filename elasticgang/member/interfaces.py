@@ -162,8 +162,17 @@ class Reducer(Protocol):
     def contribute(self) -> None:
         """Start to reduce the accumulated gradients, unless this step's backward has done so."""
 
+    @property
+    def has_all(self) -> bool:
+        """Whether this rank has a gradient of each parameter, after `contribute`; or the reductions tell which no rank
+        has."""
+
     def finish(self) -> None:
         """Wait for the reduction. Raises nothing: the vote finds a poisoned gang."""
+
+    def leave_out_unused(self) -> None:
+        """After `finish`, on every rank, if none of them has all: find out which gradients no rank has, and set them to
+        None. Raises nothing."""
 
     def drop(self, *, rebuild: bool) -> None:
         """Drop the step's gradients. `rebuild`: an exception left the reducer in an unknown state."""

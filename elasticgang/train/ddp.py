@@ -13,8 +13,9 @@ DDP-6  Only a forward inside `accumulate` prepares torch's reducer. It would sta
     backward of the first slot would then reduce.
 DDP-7  Nothing changes a gradient whose reduction has begun: the sum over the ranks would lack what is added, and the
     ranks would differ. Backward then raises, or `accumulate` does. The version of a bucket counts the changes.
-DDP-8  After the buckets, the ranks sum for each parameter how many of them have a gradient. Where none has, it is None,
-    and no optimizer changes the parameter. The sums of slots count it themselves (SUM-3).
+DDP-8  A gradient that no rank has is None, and no optimizer changes its parameter. The totals tell whether any rank
+    has all gradients. Only if none has, the ranks sum for each parameter how many of them have its gradient. The sums
+    of slots count that themselves (SUM-3).
 DDP-9  A gradient lies in its bucket in the order in which its parameter lies in memory, a complex one as pairs of real
     numbers. `GradBucket.gradients` takes every parameter to be contiguous and real, and is not used.
 DDP-10  The wrappers of a rank reduce in the order in which they were made, because a rank without slots does. If the
@@ -157,7 +158,7 @@ class DistributedDataParallel(nn.Module):
         self._pending: list[Work] = []
         self._reduced: list[_Reduced] = []  # one entry for each bucket
         self._num_started = 0  # of them
-        self._counts: Tensor | None = None  # DDP-8
+        self._own: list[Tensor | None] = []  # this rank's gradients, as of `finish`
         self._accumulates = False
         self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
         self._has_warned = False
@@ -261,10 +262,6 @@ class DistributedDataParallel(nn.Module):
                 continue
             # `data` has a version of its own: the reduction is no late backward (DDP-7).
             self._start(each.buffer.data)
-            if self.has_started:  # DDP-8
-                own = [gradient for bucket in self._reduced for gradient in bucket.own]
-                self._counts = counts_of(own, torch.int32, each.buffer.device)
-                self._start(self._counts)
 
     def _gradients_in(self, buffer: Tensor, index: int) -> list[Tensor]:
         """Those of the parameters of bucket `index`, in its `buffer`."""
@@ -306,6 +303,10 @@ class DistributedDataParallel(nn.Module):
                 self._manager.step.index,
             )
 
+    @property
+    def has_all(self) -> bool:
+        return self._of_slots is not None or all(part is not None for each in self._reduced for part in each.own)
+
     def finish(self) -> None:
         for work in self._pending:
             work.wait()
@@ -313,16 +314,28 @@ class DistributedDataParallel(nn.Module):
             self._of_slots.finish()
             self._forget()
             return
-        if self._counts is not None:
-            parameters = [parameter for each in self._reduced for parameter in each.parameters]
-            gradients = [gradient for each in self._reduced for gradient in each.gradients]
-            for parameter, gradient, count in zip(parameters, gradients, self._counts.tolist(), strict=True):
-                parameter.grad = gradient if count else None
+        self._own = [gradient for each in self._reduced for gradient in each.own]
+        for each in self._reduced:
+            for parameter, gradient in zip(each.parameters, each.gradients, strict=True):
+                parameter.grad = gradient
         self._forget()
+
+    def leave_out_unused(self) -> None:
+        """DDP-8."""
+        if self._of_slots is not None:
+            return
+        parameters = [parameter for bucket in self._parameters_of for parameter in bucket]
+        counts = counts_of(self._own, torch.int32, parameters[0].device)
+        work = self._manager.reduction(self._over).all_reduce(counts, ReduceOperation.SUM, async_op=True)
+        assert work is not None
+        if work.wait():
+            for parameter, count in zip(parameters, counts.tolist(), strict=True):
+                if not count:
+                    parameter.grad = None
 
     def _forget(self) -> None:
         self._pending, self._reduced, self._num_started = [], [], 0
-        self._counts, self._is_under_way = None, False
+        self._is_under_way = False
 
     def drop(self, *, rebuild: bool) -> None:
         for work in self._pending:

@@ -139,6 +139,13 @@ class ShardedDataParallel(nn.Module):
         self._buckets[dtype] = bucket
         return bucket
 
+    @property
+    def has_all(self) -> bool:
+        return True  # SHARDED-4
+
+    def leave_out_unused(self) -> None:
+        """Does nothing: `finish` has."""
+
     def finish(self) -> None:
         if self._of_slots is not None:
             self._of_slots.finish()

@@ -689,5 +689,5 @@ def test_wrappers_reduce_in_the_order_in_which_they_were_made(order: tuple[int, 
                 with models[index].accumulate(last=True):
                     models[index](torch.full((1, (3, 5)[index]), index + 1.0)).sum().backward()
             assert manager.commit(1.0, see)
-        assert rendezvous.sizes == [3, 1, 5, 1]
+        assert rendezvous.sizes == [3, 5, *([] if order else [1, 1])]  # DDP-8
     assert seen == [[6.0, 20.0] if order else []] * 2

@@ -29,8 +29,12 @@ Optim = Callable[[list[Tensor]], torch.optim.Optimizer]
 class Wrapper:
     """Has no gradients of its own."""
 
+    has_started = has_all = True
+
     def __init__(self, *, is_reproducible: bool = True) -> None:
         self.is_reproducible = is_reproducible
+
+    def leave_out_unused(self) -> None: ...
 
     def contribute(self) -> None: ...
 
