@@ -426,20 +426,12 @@ class CoordinatorState:
                 Send(number, Refused(f"another process takes part as agent {hello.agent}")),
                 CloseSession(number, f"a second process calls itself agent {hello.agent}"),
             ]
-        other = self._session_of.get(hello.agent)
-        asked = self._asked.get(hello.agent, number)
-        waiting = self._unlearned.get(asked)
-        if waiting is not None and waiting.session > hello.session:
+        others = self._numbers_of(hello.agent)
+        if any(newest > hello.session for newest in others.values()):  # NEWEST
             return [CloseSession(number, f"agent {hello.agent} has a newer session")]
-        if waiting is not None:  # NEWEST
-            out += [
-                *self._forget_session(asked),
-                CloseSession(asked, f"agent {hello.agent} has opened a newer session"),
-            ]
-        if other is not None and other != number:
-            if self.sessions[other].number > hello.session:
-                return [CloseSession(number, f"agent {hello.agent} has a newer session")]
-            out += self._close(hello.agent, f"agent {hello.agent} has opened a newer session")
+        for other in others:
+            out += self._forget_session(other)
+            out.append(CloseSession(other, f"agent {hello.agent} has opened a newer session"))
         self._recall(hello.agent)
         if self._parents:  # BACK: what is news depends on it
             out += self._learn_term(hello.term)
@@ -476,6 +468,16 @@ class CoordinatorState:
         if self.unrecoverable:
             out.append(Send(number, JobUnrecoverable(self.unrecoverable)))
         return out
+
+    def _numbers_of(self, agent: str) -> dict[int, int]:
+        """The sessions that the agent has here, begun or not, and their numbers there."""
+        found = {}
+        begun, asked = self._session_of.get(agent), self._asked.get(agent)
+        if begun is not None:
+            found[begun] = self.sessions[begun].number
+        if asked is not None and (waiting := self._unlearned.get(asked)) is not None:
+            found[asked] = waiting.session
+        return found
 
     def _recall(self, agent: str) -> None:
         """WORD: office only once the agent has promised."""
