@@ -237,13 +237,16 @@ def single_messages(c: Collective) -> list[Collective]:
     """The sends of several messages, and then their receives; `c` itself if it is one message."""
     if c.call != "messages":
         return [c]
-    found = []
-    for index, (peer, tag) in enumerate(c.messages):
-        is_sent = index >= len(c.outputs)
-        tensors = (c.inputs[index - len(c.outputs)],) if is_sent else (c.outputs[index],)
-        call, outputs, inputs = ("send", (), tensors) if is_sent else ("recv", tensors, ())
-        found.append(Collective(call, outputs, inputs, peer=peer, tag=tag, timeout_s=c.timeout_s))
-    return found[len(c.outputs) :] + found[: len(c.outputs)]
+    num = len(c.outputs)
+    received = [
+        Collective("recv", (output,), (), peer=peer, tag=tag, timeout_s=c.timeout_s)
+        for output, (peer, tag) in zip(c.outputs, c.messages[:num], strict=True)
+    ]
+    sent = [
+        Collective("send", (), (source,), peer=peer, tag=tag, timeout_s=c.timeout_s)
+        for source, (peer, tag) in zip(c.inputs, c.messages[num:], strict=True)
+    ]
+    return [*sent, *received]
 
 
 def _issue_messages(pg: Any, c: Collective) -> list[Any]:

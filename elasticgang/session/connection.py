@@ -143,9 +143,8 @@ class Connection(asyncio.Protocol):
             self._transport.close()
             return
         self._cancel_deadline()
-        self._deadline = asyncio.get_running_loop().call_later(
-            LINGER_S, self._transport.abort
-        )  # `close` would wait for the peer
+        # Not `close`, which would wait for the peer.
+        self._deadline = asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 
     def abort(self, reason: str) -> None:
         """Close the connection at once. Queued bytes are dropped; the owner gets `reason`."""

@@ -419,9 +419,12 @@ def _placed(state: dict[str, Any], optimizer: Any, writer: staging.Writer) -> di
 
 def _keep_dtypes(name: str, received: dict[Any, Any], optimizer: Any) -> None:
     """REGISTERED-5. The dicts in `state_dict` are those of the optimizer, as torch makes it."""
-    for tensors, key, tensor in list(_converted(received, optimizer.state_dict()["state"])):
+    converted = list(_converted(received, optimizer.state_dict()["state"]))
+    for tensors, key, tensor in converted:
         if isinstance(tensors, dict | list):
             tensors[key] = tensor.to(tensors[key].device)
+    if not converted:
+        return
     if left := [tensor.dtype for _, _, tensor in _converted(received, optimizer.state_dict()["state"])]:
         log.warning("load_state_dict of %r has converted state to another dtype than %s", name, left[0])
 
