@@ -14,6 +14,7 @@ from tests.gpu.figures import note
 from tests.support import Job, is_alive, kill, wait_until
 
 HEAL_S = 300.0  # a guard
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 HEAD = """\
 import hashlib, os, pathlib, sys, time
@@ -83,7 +84,7 @@ def run(directory: Path, text: str, ranks: int, num_kills: int = 0, **options: s
     path = script(directory, HEAD.format(here=str(directory)) + text)
     given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
     chooser = random.Random(5)
-    with Job(directory, path, ranks=ranks, options=given, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}) as job:
+    with Job(directory, path, ranks=ranks, options=given, env=DETERMINISTIC) as job:
         for _ in range(num_kills):
             pids = [await_entry(job, local_rank) for local_rank in range(ranks)]
             kill(chooser.choice(pids))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.chaos.training_scripts import script
-from tests.gpu.test_jobs import HEAD, PARTS, STAGES, TENSORS, await_entry, digests, run, trains
+from tests.gpu.test_jobs import DETERMINISTIC, HEAD, PARTS, STAGES, TENSORS, await_entry, digests, run, trains
 from tests.support import Job
 
 NUM_DEVICES = torch.cuda.device_count()
@@ -43,8 +43,7 @@ def test_a_rank_that_stops_is_found_while_the_devices_of_the_others_wait_for_it(
     """Without `--hang-timeout`, the others would wait for the timeout of their collectives."""
     path = script(tmp_path, HEAD.format(here=str(tmp_path)) + over(kind, trains(2000)))
     options = ["--hang-timeout", "10", "--collective-timeout", "300"]
-    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    with Job(tmp_path, path, ranks=2, options=options, env=env) as job:
+    with Job(tmp_path, path, ranks=2, options=options, env=DETERMINISTIC) as job:
         pids = [await_entry(job, rank) for rank in range(2)]
         os.kill(pids[1], signal.SIGSTOP)
         job.expect("hung", local_rank=1)
@@ -63,8 +62,7 @@ def test_a_collective_that_no_peer_joins_times_out(kind: str, tmp_path: Path) ->
     assert first in text
     path = script(tmp_path, HEAD.format(here=str(tmp_path)) + text.replace(first, first + sleeps))
     options = ["--hang-timeout", "120", "--collective-timeout", "8"]
-    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    with Job(tmp_path, path, ranks=2, options=options, env=env) as job:
+    with Job(tmp_path, path, ranks=2, options=options, env=DETERMINISTIC) as job:
         assert job.wait(500) == 0, job.stderr
         assert "timed out in a collective" in job.stderr
         assert len(digests(job)) == 1
