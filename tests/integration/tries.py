@@ -26,10 +26,16 @@ from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput
 from elasticgang.process.forkserver import ForkServer, Spawned
 from elasticgang.process.lease import Lease
+from elasticgang.session.credentials import Credentials
 from tests.support import wait_dead
 
 GUARD_S = 20.0
 _NOBODY = 65534
+_SLEEPING = """
+import os, pathlib, time
+pathlib.Path(__file__).with_suffix(f".{os.getpid()}").touch()
+time.sleep(1000)
+"""
 
 
 class _Deaf(ForkServer):
@@ -74,7 +80,7 @@ async def _stopped(supervisor: ProcessSupervisor) -> dict[str, Any]:
 async def _twin(supervisor: ProcessSupervisor) -> dict[str, Any]:
     """The fork server dies between its fork and its answer."""
     script = Path(sys.argv[2])
-    script.write_text("import time\ntime.sleep(1000)\n")
+    script.write_text(_SLEEPING)
     args = {
         "command": {"script": str(script), "args": [], "module": False},
         "agent_pid": os.getpid(),
@@ -82,6 +88,8 @@ async def _twin(supervisor: ProcessSupervisor) -> dict[str, Any]:
         "host": "127.0.0.1",
         "job": "job",
         "collective_timeout": 1.0,
+        "process_group": None,
+        "credentials": Credentials().to_json(),
     }
     launch = RankLaunch("agent", 0, "elasticgang.member.rank_main:main", args, {}, Lease.create().fd)
     output = PrefixedOutput()
@@ -94,6 +102,7 @@ async def _twin(supervisor: ProcessSupervisor) -> dict[str, Any]:
 
     launched = await supervisor.fork(fork, is_own=True)
     left = wait_dead([_Deaf.first.pidfd], GUARD_S)
+    await _until(lambda: script.with_suffix(f".{launched.pid}").exists(), "the second one does not run its script")
     return {"tries": tries, "twin lives": left != [], "runs": wait_dead([launched.pidfd], 0.0) != []}
 
 
@@ -166,10 +175,8 @@ async def _server(supervisor: ProcessSupervisor) -> dict[str, Any]:
     os.waitid(os.P_PID, before[0], os.WEXITED | os.WNOWAIT)
     supervisor.reap()
     is_unreaped = psutil.pid_exists(before[0])
-    end_s = time.monotonic() + GUARD_S
-    while not (found := _fork_servers(without=forked.pid)):
-        assert time.monotonic() < end_s, "the fork server is not replaced"
-        await asyncio.sleep(0.01)
+    await _until(lambda: _fork_servers(without=forked.pid) != [], "the fork server is not replaced")
+    found = _fork_servers(without=forked.pid)
     after: list[int] = []
     await supervisor.fork(lambda server: _noted(server, after), is_own=True)
     return {"is unreaped at first": is_unreaped, "tries": len(after), "another": after == found != before}
@@ -195,11 +202,15 @@ def _has_unreaped() -> bool:
 
 
 async def _until_reaped() -> None:
-    end_s = time.monotonic() + GUARD_S
     with contextlib.suppress(ChildProcessError):  # there is no other child
-        while _has_unreaped():
-            assert time.monotonic() < end_s, "a dead child is not reaped"
-            await asyncio.sleep(0.01)
+        await _until(lambda: not _has_unreaped(), "a dead child is not reaped")
+
+
+async def _until(happened: Callable[[], bool], otherwise: str) -> None:
+    end_s = time.monotonic() + GUARD_S
+    while not happened():
+        assert time.monotonic() < end_s, otherwise
+        await asyncio.sleep(0.01)
 
 
 CASES: dict[str, Callable[[ProcessSupervisor], Any]] = {
