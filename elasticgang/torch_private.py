@@ -299,7 +299,10 @@ class AllocatesVectors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **options)
 
 
-divide_all: Callable[..., None] = torch._foreach_div_  # one call for many small gradients
+# one call for many small gradients
+copy_all: Callable[..., None] = torch._foreach_copy_
+add_all: Callable[..., None] = torch._foreach_add_
+divide_all: Callable[..., None] = torch._foreach_div_
 multiply_all: Callable[..., None] = torch._foreach_mul_
 
 

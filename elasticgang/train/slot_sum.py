@@ -23,6 +23,7 @@ from torch import Tensor
 
 from elasticgang.collectives.work import Work
 from elasticgang.gang import Gang
+from elasticgang.torch_private import add_all, copy_all
 
 _PADDING = 64  # elements: so many ranks divide a vector into equal parts without new memory
 
@@ -36,11 +37,19 @@ class Vector:
         self.views = [_as(part, each) for part, each in zip(parts, like, strict=True)]
 
     def set(self, gradients: Sequence[Tensor | None]) -> None:
+        if whole := _whole(gradients):
+            copy_all(self.views, whole)
+            self._counts.fill_(1.0)
+            return
         for view, gradient in zip(self.views, gradients, strict=True):
             _ = view.zero_() if gradient is None else view.copy_(gradient)
         self._counts.copy_(self._counts_of(gradients))
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
+        if whole := _whole(gradients):
+            add_all(self.views, whole)
+            self._counts.add_(1.0)
+            return
         for view, gradient in zip(self.views, gradients, strict=True):
             view.add_(0.0 if gradient is None else gradient)  # REPRODUCIBLE-1: both make 0.0 of -0.0
         self._counts.add_(self._counts_of(gradients))
@@ -51,6 +60,12 @@ class Vector:
     def gradients(self) -> list[Tensor | None]:
         """SUM-3. Waits for the device."""
         return [view if count else None for view, count in zip(self.views, self._counts.tolist(), strict=True)]
+
+
+def _whole(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """All of them; none of them if one is None."""
+    found = [gradient for gradient in gradients if gradient is not None]
+    return found if len(found) == len(gradients) else []
 
 
 def counts_of(gradients: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
