@@ -63,8 +63,9 @@ class RankEvents:
                     cause = f"rank {rank.local_rank} drains, and a spare may replace it"
                     reporter.caused(cause, "drain", time.monotonic())
                 checkpoint = checkpoint_from_json(message["checkpoint"])
+                why = message["broken"], message["timed_out"]
                 self._handle(
-                    RecordRequested(rank.member, report, layout, message["broken"], message["timed_out"], checkpoint)
+                    RecordRequested(rank.member, report, layout, *why, checkpoint, left_step=message["left_step"])
                 )
             case "committed":
                 attempt = Attempt(message["step"], message["generation"])

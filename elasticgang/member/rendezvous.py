@@ -228,9 +228,11 @@ class ElasticRendezvous:
                 self._phases["aborted"] = time.monotonic()
             case do.SendRequest(report, error, checkpoint):
                 why = {"broken": error is not None, "timed_out": isinstance(error, CollectiveTimeoutError)}
+                left_step = isinstance(error, StepAborted)  # MANAGER-17
                 reached("requesting")
                 layout = layout_to_json(self._layout)
-                self._link.send("request", report=asdict(report), layout=layout, checkpoint=checkpoint, **why)
+                fields = {**why, "left_step": left_step, "checkpoint": checkpoint}
+                self._link.send("request", report=asdict(report), layout=layout, **fields)
                 reached("requested")
             case Do.AWAIT_RECORD:
                 return self._await_record()

@@ -22,7 +22,8 @@ class Started:
 @value(frozen=True)
 class RecordRequested:
     """`broken`: a collective failed; otherwise the generation ended in order. `timed_out`: the collective timed out,
-    and no peer is known to be lost. `checkpoint`: the newest that the member can load."""
+    and no peer is known to be lost. `checkpoint`: the newest that the member can load. `left_step`: an exception has
+    left a step here, and the script goes on (MANAGER-17)."""
 
     member: str
     report: MemberReport
@@ -30,6 +31,7 @@ class RecordRequested:
     broken: bool
     timed_out: bool = False
     checkpoint: CheckpointRef | None = None
+    left_step: bool = False
 
 
 @value(frozen=True)

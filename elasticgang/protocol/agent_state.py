@@ -280,9 +280,9 @@ class AgentState:
             return [RetireMembers((event.member,), "the job has finished")]
         instructions: list[Instruction] = []
         if event.broken and not newcomer:
-            unloaded = self._unloaded(event)
-            what = unloaded or ("timed out in a collective" if event.timed_out else "lost a peer")
-            instructions = self._abort(f"rank {rank.local_rank} {what}", is_effect=not unloaded)
+            own = "left a step by an exception, and goes on" if event.left_step else self._unloaded(event)
+            what = own or ("timed out in a collective" if event.timed_out else "lost a peer")
+            instructions = self._abort(f"rank {rank.local_rank} {what}", is_effect=not own)
         instructions += self._request_if_ready()
         return self._notice_join() if newcomer and not instructions else instructions
 

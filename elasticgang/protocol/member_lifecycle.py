@@ -33,6 +33,9 @@ MANAGER-15  The script's numbers are summed with the totals, so that a rank has 
     that hold the committed step have the same ones, also if a record has resolved it. A rank without state adds zeros.
 MANAGER-16  A number that stands for the names of the script's numbers is summed with them. If ranks have other names,
     every rank finds that before it prepares, and raises an error.
+MANAGER-17  If an exception leaves a step that is not committed, and the script goes on, the generation ends: the other
+    ranks wait for collectives of that step that this rank does not start any more. What forward has changed is
+    restored then too.
 """
 
 from __future__ import annotations
@@ -104,6 +107,7 @@ class MemberLifecycle:
         self._local_rank, self._address = local_rank, address
         self._step: _Step | None = None
         self._num_lost = 0  # steps, in a row
+        self._left: int | None = None  # the step that an exception has left (MANAGER-17)
         self._num_received = 0  # of a heal that has not ended
         self._regroups = True
         self.has_seat = False
@@ -162,6 +166,7 @@ class MemberLifecycle:
             OperationalError: too many steps in a row were lost.
             EvictedError, StateLostError, SystemExit: as `_next_generation` does.
         """
+        yield from self._end_left_step()
         state, what = self.state, self.at_boundary(num_steps)
         if what is Next.REGROUP:
             yield from self._next_generation()
@@ -178,6 +183,12 @@ class MemberLifecycle:
                 f"step {state.committed.step} was lost {self._num_lost} times in a row; the last: {self.observed.error}"
             )
         return what
+
+    def _end_left_step(self) -> Routine[None]:
+        """MANAGER-17."""
+        if (left := self._left) is not None:
+            self._left = None
+            yield do.Poison(StepAborted(f"an exception has left step {left}, and the script goes on"))
 
     def _keep_former(self, record: Record) -> Routine[None]:
         """MANAGER-14."""
@@ -306,8 +317,10 @@ class MemberLifecycle:
         is_ordinary = isinstance(error, Exception) and not isinstance(error, _NEVER_DROPPED)
         drops_error = is_ordinary and is_lost and not step.is_committed
         if error is not None and device_fault(error) is not None:  # MANAGER-13
-            drops_error = False
-        restores = not step.is_committed and (error is None or drops_error)  # MANAGER-4
+            is_ordinary = drops_error = False
+        restores = not step.is_committed and (error is None or is_ordinary)  # MANAGER-4
+        if error is not None and not (drops_error or step.is_committed or was_over):
+            self._left = step.attempt.step - 1
         yield do.EndStep(not step.is_committed, error is not None, restores, step.has_slots and error is None)
         if state.pending is not None:  # MANAGER-5
             state.begin_apply()

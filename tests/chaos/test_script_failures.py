@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -41,6 +42,50 @@ def test_nothing_is_told_after_why_the_job_has_failed(tmp_path: Path) -> None:
     assert own[-1].startswith("elasticgang: error: ")
     told = [event["event"] for event in job.events() if event["event"] in ("generation_change", "failed")]
     assert told[-1] == "failed"
+
+
+# MANAGER-17
+def test_a_script_that_goes_on_after_an_exception_costs_one_change_of_generation(tmp_path: Path) -> None:
+    """The other rank waits for no time-out, and what forward has changed is put back."""
+    path = script(
+        tmp_path,
+        f"""\
+        import os, pathlib
+        import torch
+        from torch import nn
+        import elasticgang as eg
+
+        here, rank = pathlib.Path({str(tmp_path)!r}), int(os.environ["LOCAL_RANK"])
+        manager = eg.join()
+        norm = nn.BatchNorm1d(2)
+        model = eg.DistributedDataParallel(manager, nn.Sequential(norm, nn.Linear(2, 1)))
+        optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+        batches, data = eg.GlobalBatch(16, size=4, slot=2), torch.ones(16, 2)
+        manager.register_state(model=model, optim=optim)
+        tries = []
+        for step in manager.steps(5):
+            try:
+                with step:
+                    tries.append((step.index, int(norm.num_batches_tracked)))
+                    slots = batches.slots(step)
+                    for slot in slots:
+                        with model.accumulate(last=slot.last):
+                            model(data[slot.index]).sum().backward()
+                    if rank == 1 and [index for index, _ in tries].count(3) == 1 and step.index == 3:
+                        raise ValueError("caught")
+                    optim.step(weight=slots.num_samples)
+            except ValueError:
+                continue
+        (here / f"tries-{{rank}}").write_text(str([before for index, before in tries if index == 3]))
+        """,
+    )
+    with Job(tmp_path, path, ranks=2, options=["--collective-timeout=900"]) as job:
+        assert job.wait() == 0
+        changes = [event["cause"] for event in job.events() if event["event"] == "generation_change"]
+        assert changes == ["the job starts", "rank 1 left a step by an exception, and goes on"]
+    for rank in range(2):
+        first, second = json.loads((tmp_path / f"tries-{rank}").read_text())
+        assert first == second
 
 
 def test_an_exception_before_joining_is_shown_too(tmp_path: Path) -> None:

@@ -62,11 +62,13 @@ class Host:
         *,
         broken: bool = False,
         timed_out: bool = False,
+        left_step: bool = False,
         tip: Attempt | None = None,
         pending: Attempt | None = None,
         layout: ParallelLayout = LAYOUT,
     ) -> list[Instruction]:
-        return self.state.handle(RecordRequested(member, report_of(member, tip, pending), layout, broken, timed_out))
+        report = report_of(member, tip, pending)
+        return self.state.handle(RecordRequested(member, report, layout, broken, timed_out, left_step=left_step))
 
     def exits(
         self, member: str, status: int = KILLED, *, blameless: bool = False, goes: bool = False

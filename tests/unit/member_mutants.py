@@ -94,6 +94,12 @@ def _take_for_all(self: KeyExchange[Hashable], party: Hashable, groups: Iterable
 
 
 MEMBER_MUTANTS = {
+    "a script goes on in the generation in which an exception has left a step": UnitMutant(
+        ((MemberLifecycle, "_end_left_step", _keeps_nothing),),
+        lambda: test_member_lifecycle.test_a_script_that_goes_on_after_an_exception_has_left_a_step_ends_the_generation(
+            False
+        ),
+    ),
     "numbers of other names are added": UnitMutant(
         ((member_lifecycle, "_check_names", always(None)),),
         test_member_lifecycle.test_other_names_of_numbers_are_an_error_before_anything_is_prepared,

@@ -194,6 +194,13 @@ def test_a_collective_timeout_is_not_reported_as_a_lost_peer() -> None:
     ]
 
 
+def test_a_rank_that_goes_on_after_an_exception_is_the_cause() -> None:
+    host = running()
+    assert host.asks("a1", broken=True, left_step=True) == [
+        Abort(("a0", "a2"), 1, "rank 1 left a step by an exception, and goes on")
+    ]
+
+
 @pytest.mark.parametrize(
     ("tip", "other", "why"),
     [

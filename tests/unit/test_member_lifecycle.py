@@ -83,6 +83,8 @@ class Driver:
                     outcome = [2 * value for value in values]
                 case Do.AWAIT_RECORD:
                     outcome = self.records.pop(0)
+                case do.Poison(error):
+                    self.lifecycle.observed = Observed(error=error, draining=self.lifecycle.observed.draining)
                 case Do.LEAVE_GENERATION:
                     self.lifecycle.observed = Observed(draining=self.lifecycle.observed.draining)
                 case _:
@@ -351,7 +353,7 @@ def test_ranks_that_vote_on_different_attempts_end_the_generation() -> None:
         (None, True, False, True),
         (LOST, False, True, True),
         (ValueError(), True, True, True),
-        (ValueError(), False, False, False),
+        (ValueError(), False, False, True),
         (OperationalError(), True, False, False),
         (KeyboardInterrupt(), True, False, False),
     ],
@@ -367,6 +369,28 @@ def test_an_error_is_dropped_with_a_lost_step(
         is_dropped=True, rebuilds=error is not None, restores=restores, is_computed=error is None
     )
     assert driver.names[1:] == ["Poison"] * (error is LOST)
+
+
+# MANAGER-17
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_script_that_goes_on_after_an_exception_has_left_a_step_ends_the_generation(is_committed: bool) -> None:
+    driver = active()
+    driver.begin()
+    if is_committed:
+        assert driver.run(driver.lifecycle.commit(1.0, measures=False))
+    assert not driver.run(driver.lifecycle.end(ValueError()))
+    assert driver.names == ["EndStep"]  # the script may end
+    driver.records.append(record(ACTIVE, generation=2))
+    what = driver.run(driver.lifecycle.pass_boundary(NUM_STEPS))
+    if is_committed:
+        assert (what, driver.names) == (Next.STEP, ["BuildSeat"])
+        return
+    assert what is Next.REGROUP
+    assert driver.names[:2] == ["Poison", "LEAVE_GENERATION"]
+    (request,) = [each for each in driver.done if isinstance(each, do.SendRequest)]
+    assert isinstance(request.error, StepAborted)
+    assert str(request.error) == "an exception has left step 0, and the script goes on"
+    assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS)) is Next.STEP
 
 
 # MANAGER-13

@@ -120,6 +120,7 @@ RULES = {
     "MANAGER-14": ("other state is built over the kept one", "state of another layout is not fetched"),
     "MANAGER-15": ("a rank has sums only of what it has counted", "a rank has its own numbers for sums"),
     "MANAGER-16": ("numbers of other names are added",),
+    "MANAGER-17": ("a script goes on in the generation in which an exception has left a step",),
     "MEMBER-1": ("a torn state is whole",),
     "MEMBER-2": ("a failed vote drops what is prepared", "what is pending stays so"),
     "MEMBER-3": ("a torn state has a share",),
