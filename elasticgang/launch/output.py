@@ -2,6 +2,9 @@
 
 One thread each for stdout and stderr reads the pipes and writes. A blocked terminal therefore blocks the ranks that
 print to it, once their pipe is full, but neither the agent nor the other stream.
+
+OUTPUT-1  A carriage return begins the line anew, as on a terminal: of a progress bar, the newest state becomes a line
+    of its own, at most one each `_PROGRESS_S`, and the last one.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ import os
 import selectors
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import BinaryIO
+from dataclasses import dataclass, field
+from typing import BinaryIO, TextIO
 
 _MAX_LINE = 1 << 16
 _MAX_OWN_LINES = 1 << 13
 _CLOSE_TIMEOUT_S = 1.0
 _NUM_LAST_LINES = 50  # of each rank, for the file of an incident
 _MAX_LAST_LINE = 1 << 11
+_PROGRESS_S = 1.0
 
 
 class PrefixedOutput:
@@ -30,8 +36,8 @@ class PrefixedOutput:
     def __init__(self, stdout: BinaryIO | None = None, stderr: BinaryIO | None = None) -> None:
         self._steps: dict[int, Callable[[], int]] = {}
         self._tails: dict[int, deque[bytes]] = {}
-        self._stdout = _Stream("stdout", stdout or sys.stdout.buffer, self._steps)
-        self._stderr = _Stream("stderr", stderr or sys.stderr.buffer, self._steps)
+        self._stdout = _Stream("stdout", stdout or _binary(sys.stdout), self._steps)
+        self._stderr = _Stream("stderr", stderr or _binary(sys.stderr), self._steps)
 
     def open(self, local_rank: int) -> tuple[int, int]:
         tail = self._tails[local_rank] = deque(maxlen=_NUM_LAST_LINES)
@@ -66,6 +72,11 @@ class PrefixedOutput:
             stream.close()
 
 
+def _binary(stream: TextIO | None) -> BinaryIO:
+    """`stream`: None if this process was started with it closed."""
+    return open(os.devnull, "wb") if stream is None else stream.buffer
+
+
 def log_to(output: PrefixedOutput, level: str) -> None:
     """Write the runtime's log records of at least `level` ("info", ...) as lines of the agent."""
     logger = logging.getLogger("elasticgang")
@@ -81,6 +92,38 @@ class _OutputHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._output.write_line(f"elasticgang: {self.format(record)}")
+
+
+@dataclass
+class _Source:
+    """The pipe of one process of a rank. `shown_s`: when the state of a progress bar was written last."""
+
+    local_rank: int
+    tail: deque[bytes]
+    partial: bytearray = field(default_factory=bytearray)
+    shown_s: float = -_PROGRESS_S
+
+    def lines_of(self, data: bytes, now_s: float, *, is_last: bool) -> list[bytes]:
+        """The lines that end with `data`."""
+        self.partial += data
+        *ended, rest = bytes(self.partial).split(b"\n")
+        if rest and (is_last or len(rest) > _MAX_LINE):
+            ended, rest = [*ended, rest], b""
+        lines = [line for raw in ended if (line := _visible(raw)) or b"\r" not in raw]
+        if b"\r" in rest:  # OUTPUT-1
+            newest, rest = _visible(rest), b"\r"
+            if newest and now_s < self.shown_s + _PROGRESS_S:
+                rest += newest
+            elif newest:
+                self.shown_s = now_s
+                lines.append(newest)
+        self.partial[:] = rest
+        return lines
+
+
+def _visible(line: bytes) -> bytes:
+    """OUTPUT-1."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 class _Stream:
@@ -101,7 +144,7 @@ class _Stream:
     def open(self, local_rank: int, tail: deque[bytes]) -> int:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
-        self._selector.register(reader, selectors.EVENT_READ, (local_rank, bytearray(), tail))
+        self._selector.register(reader, selectors.EVENT_READ, _Source(local_rank, tail))
         self._wake()
         return writer
 
@@ -156,7 +199,7 @@ class _Stream:
         while self._readers:
             local_rank, callback = self._readers.popleft()
             for key in list(self._selector.get_map().values()):  # what came after the look for output
-                if key.fd != self._wake_reader and key.data[0] == local_rank:
+                if key.fd != self._wake_reader and key.data.local_rank == local_rank:
                     self._drain(key)
             callback()
         while self._own_lines:
@@ -164,22 +207,17 @@ class _Stream:
         return is_closing
 
     def _drain(self, key: selectors.SelectorKey, *, last: bool = False) -> None:
-        local_rank, partial, tail = key.data
+        source: _Source = key.data
         data: bytes | None
         try:
             data = os.read(key.fd, 1 << 16)
         except BlockingIOError:
             data = None
-        partial += data or b""
         ended = last or data == b""
-        *lines, rest = bytes(partial).split(b"\n")
-        if rest and (ended or len(rest) > _MAX_LINE):
-            lines, rest = [*lines, rest], b""
-        partial[:] = rest
-        if lines:
-            step = self._steps[local_rank]() if local_rank in self._steps else 0
-            prefix = f"[rank {local_rank} step {step}] ".encode()
-            tail.extend(line[:_MAX_LAST_LINE] for line in lines)
+        if lines := source.lines_of(data or b"", time.monotonic(), is_last=ended):
+            step = self._steps[source.local_rank]() if source.local_rank in self._steps else 0
+            prefix = f"[rank {source.local_rank} step {step}] ".encode()
+            source.tail.extend(line[:_MAX_LAST_LINE] for line in lines)
             self._write(b"".join(prefix + line + b"\n" for line in lines))
         if ended:
             self._selector.unregister(key.fd)

@@ -68,6 +68,33 @@ def test_the_last_lines_of_each_process_are_kept(output: PrefixedOutput) -> None
     wait_until(lambda: sorted(tails[0]()) == ["error", "first"], "the lines of the first process")
 
 
+# OUTPUT-1
+@pytest.mark.parametrize(
+    ("writes", "lines"),
+    [
+        ([b"\r0/9", b"\r1/9\r2/9", b"\n"], [b"0/9", b"2/9"]),
+        ([b"\r0/9", b"\n", b"after\n"], [b"0/9", b"after"]),
+        ([b"0/9\r", b"1/9\r"], [b"0/9", b"1/9"]),
+        ([b"ends by both\r\n", b"\n"], [b"ends by both", b""]),
+        ([b"waits for its end"], [b"waits for its end"]),
+    ],
+)
+def test_a_progress_bar_is_shown_before_its_line_ends(
+    output: PrefixedOutput, screen: Screen, writes: list[bytes], lines: list[bytes]
+) -> None:
+    stdout, stderr = output.open(0)
+    os.close(stderr)
+    first = b"[rank 0 step 0] " + lines[0] + b"\n"
+    with open(stdout, "wb", buffering=0) as out:
+        out.write(writes[0])
+        if b"\r" in writes[0]:
+            wait_until(lambda: screen.holds(first), "the first state, at once")
+        for data in writes[1:]:
+            out.write(data)
+    whole = b"".join(b"[rank 0 step 0] " + line + b"\n" for line in lines)
+    wait_until(lambda: screen.getvalue() == whole, "all lines")
+
+
 class HeldScreen(Screen):
     """Its first write waits."""
 
