@@ -92,6 +92,9 @@ def _run(command: dict[str, Any], notices: socket.socket) -> int:
         return _exit_code(exc)
     except BaseException as exc:
         fault = device_fault(exc)
+        if notices.fileno() < 0:  # in a child that the script has forked
+            sys.stderr.write(_traceback_of(exc))
+            return 1
         _send_failure(notices, exc, fault)
         return 1 if fault is None else DEVICE_FAULT_STATUS
     return 0
@@ -152,18 +155,23 @@ def _exit_code(exc: SystemExit) -> int:
 
 
 def _send_failure(notices: socket.socket, exc: BaseException, fault: str | None) -> None:
-    """Send the traceback to the agent, which prints it, from the script's first frame on. `fault`: of the device."""
+    """Send the traceback to the agent, which prints it. `fault`: of the device."""
+    blameless = fault is None and isinstance(exc, GangError)
+    text = _traceback_of(exc)[-_MAX_TRACEBACK:]
+    fields = {"traceback": text, "error": _error_line(exc), "blameless": blameless, "device_fault": fault}
+    with contextlib.suppress(OSError):
+        notices.sendall(framing.pack("failed", **fields))
+
+
+def _traceback_of(exc: BaseException) -> str:
+    """From the script's first frame on."""
     frame = exc.__traceback__
     own = frame
     while own is not None and (
         "runpy" in own.tb_frame.f_code.co_filename or own.tb_frame.f_code.co_filename == __file__
     ):
         own = own.tb_next
-    text = "".join(traceback.format_exception(type(exc), exc, own or frame))[-_MAX_TRACEBACK:]
-    blameless = fault is None and isinstance(exc, GangError)
-    fields = {"traceback": text, "error": _error_line(exc), "blameless": blameless, "device_fault": fault}
-    with contextlib.suppress(OSError):
-        notices.sendall(framing.pack("failed", **fields))
+    return "".join(traceback.format_exception(type(exc), exc, own or frame))
 
 
 def _error_line(exc: BaseException) -> str:

@@ -80,3 +80,18 @@ def test_a_child_that_exits_has_no_part_in_the_step_nor_in_the_loop(place: str, 
     assert job.stdout.count("child 7") >= 1
     assert job.stdout.count("committed 5") == 2
     assert "Traceback" not in job.stderr, job.stderr
+
+
+def test_the_exception_of_a_child_is_shown(tmp_path: Path) -> None:
+    setup = """
+        def fork():
+            child = os.fork()
+            if child == 0:
+                raise ValueError("in the child")
+            print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    path = training(tmp_path, setup=setup, body="if rank == 1 and step.index == 1: fork()")
+    with Job(tmp_path, path, ranks=2) as job:
+        assert job.wait() == 0, job.stderr
+    assert job.stdout.count("child 1") == job.stderr.count("ValueError: in the child") == 1
+    assert "runpy" not in job.stderr
