@@ -25,6 +25,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _open_standard_streams()
     args = make_parser().parse_args(argv)
     try:
         return _COMMANDS[args.command](args)
@@ -36,6 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _open_standard_streams() -> None:
+    """Those that are closed: a socket would get the number, and what is written to the stream."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it has the lowest free number
 
 
 if __name__ == "__main__":

@@ -455,6 +455,14 @@ def test_a_reader_that_goes_away_does_no_harm(tmp_path: Path, stream: str) -> No
     assert (tmp_path / "end").exists()
 
 
+def test_a_command_without_standard_streams_runs(tmp_path: Path) -> None:
+    path = training(tmp_path, body='print("said"); print("said", file=sys.stderr)', after='(here / "end").touch()')
+    command = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "2", str(path)]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    assert subprocess.run([*closed, *command], env=environment(), cwd=tmp_path, timeout=120).returncode == 0
+    assert (tmp_path / "end").exists()
+
+
 def test_a_terminal_that_stands_still_holds_up_no_recovery(tmp_path: Path) -> None:
     """Nobody reads what the agent itself has to say."""
     body = """time.sleep(0.01)
