@@ -567,13 +567,18 @@ class AgentState:
                 return []  # the holders of the state have finished and ended; who has none is retired already
             if self.finished and all(self._part_of(member) in self._finished_parts for member in in_doubt):  # AGENT-5
                 return [RetireMembers(tuple(in_doubt), "the job has finished")]
-            return self._lose_state(f"the job's state is lost: {answer.reason}")
+            return self._lose_state(f"the job's state is lost: {answer.reason}{self._last_to_die()}")
         why = dict(answer.refused).get(self.agent)
         if why is not None:
             return [Fail(2, f"the job refused this host: {why}")]
         if self.finished and self.may_request():  # AGENT-5
             return [Fail(1, f"others have finished, but here the last step is in doubt: {answer.reason}")]
         return []
+
+    def _last_to_die(self) -> str:
+        """Ranks whose exits nothing has told, because they go on."""
+        dying = [str(rank.local_rank) for rank in self._in(_Phase.EXITING).values()]
+        return f"; rank {', '.join(dying)} died last" if dying else ""
 
     def _lose_state(self, reason: str) -> list[Instruction]:
         """AGENT-11."""

@@ -8,12 +8,14 @@ from elasticgang.protocol.agent_events import (
     Abort,
     DeliverRecord,
     ExitBegan,
+    Fail,
     Instruction,
     KillRanks,
     RequestRecord,
     Restart,
 )
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import Unrecoverable
 from tests.unit.agent_hosts import Host, record_of, running
 
 
@@ -32,6 +34,15 @@ def test_it_is_killed_and_the_others_go_on_before_it_is_gone() -> None:
     record = record_of(["a0", "a2"], 2)
     assert host.is_answered(record) == [DeliverRecord(("a0", "a2"), record)]
     assert host.exits("a1") == [Restart(1, 0.0)]
+
+
+def test_it_is_named_if_the_state_is_lost_with_it() -> None:
+    host = running()
+    begins_to_exit(host, "a1")
+    host.asks("a0", broken=True)
+    host.asks("a2", broken=True)
+    (failed,) = host.is_answered(Unrecoverable("no live member holds step 3"))
+    assert failed == Fail(1, "the job's state is lost: no live member holds step 3; rank 1 died last")
 
 
 def test_the_rest_ask_again_only_once() -> None:
