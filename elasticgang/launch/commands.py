@@ -173,7 +173,7 @@ def explain(args: argparse.Namespace) -> int:
         args.job, generation = None, int(args.job)  # `elasticgang explain 7`
     path = _event_file(args.job)
     is_alive = registry.is_running(path)  # first: the last events of an agent that ends are read then
-    found = list(read_events(path, _warn))
+    found = read_events(path, _warn)
     try:
         for line in tell(found, generation, lambda generation: read_incident(path.parent, generation, _warn), is_alive):
             print(line)

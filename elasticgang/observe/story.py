@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -15,6 +17,7 @@ _NUM_LINES = 10
 _NUM_MEMBERS = 12  # of each kind, in a story
 _MAX_VALUE = 120  # characters of a list, in a line
 _HIDDEN = frozenset({"t", "wall", "event"})
+_NOTABLE = frozenset({"hung", "warned", "signal", "data_worker_lost"})  # before a change, told with it
 _PHASE_WORDS = {
     "leave": "until the ranks had left the old generation",
     "abort": "to end its collectives",
@@ -32,8 +35,74 @@ def line_of(event: Event) -> str:
     return f"{_clock(event)}  {event['event']}" + (f"  {details}" if details else "")
 
 
+@dataclass(frozen=True)
+class _Change:
+    """`began`: the event of its generation. `before`: the newest notable events since the generation before."""
+
+    change: Event
+    began: Event | None
+    before: Sequence[Event]
+
+    @property
+    def generation(self) -> Any:
+        return self.change.get("generation")
+
+
+class _Log:
+    """What stories need of the events, each of which is read once. Of a member, the first event of a name counts."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.changes: list[_Change] = []
+        self.spawned: dict[str, Event] = {}
+        self.exit_began: dict[str, Event] = {}
+        self.exited: dict[str, Event] = {}
+        self.successors: dict[str, Event] = {}  # the event of what was started in place of a member
+        self.joined: dict[str, Event] = {}  # the change in which a member joined
+        self.last: Event | None = None
+        self.end: Event | None = None  # of the newest job
+        self.has_word = False  # that it ends
+        self._generations: dict[Any, tuple[Event, Sequence[Event]]] = {}
+        self._notable: deque[Event] = deque(maxlen=_NUM_LINES)
+        self._without_successor: defaultdict[Any, list[str]] = defaultdict(list)  # by local rank
+        for event in events:
+            self._add(event)
+
+    def _add(self, event: Event) -> None:
+        self.last = event
+        match event["event"]:
+            case "started":
+                self.end, self.has_word = None, False
+            case "spawned":
+                self.spawned.setdefault(event["member"], event)
+                for member in self._without_successor.pop(event["local_rank"], ()):
+                    self.successors[member] = event
+            case "exit_began":
+                self.exit_began.setdefault(event["member"], event)
+            case "exited":
+                self._add_exit(event["member"], event)
+            case "generation":
+                self._generations[event["generation"]] = event, tuple(self._notable)
+                self._notable.clear()
+            case "generation_change":
+                began, before = self._generations.get(event["generation"], (None, ()))
+                self.changes.append(_Change(event, began, before))
+                for member in event.get("joined", ()):
+                    self.joined.setdefault(member, event)
+            case "failed" | "ended":
+                self.end = event
+            case "exiting" | "signal":
+                self.has_word = True
+        if event["event"] in _NOTABLE:
+            self._notable.append(event)
+
+    def _add_exit(self, member: str, event: Event) -> None:
+        if member not in self.exited and member in self.spawned:
+            self._without_successor[self.spawned[member]["local_rank"]].append(member)
+        self.exited.setdefault(member, event)
+
+
 def tell(
-    events: Sequence[Event],
+    events: Iterable[Event],
     generation: int | None = None,
     incident: Callable[[int], Event | None] = lambda generation: None,
     is_alive: bool | None = None,
@@ -45,21 +114,21 @@ def tell(
     Raises:
         ValueError: there is no such change.
     """
-    changes = [event for event in events if event["event"] == "generation_change"]
-    chosen = [change for change in changes if change.get("generation") == generation]
+    log = _Log(events)
+    chosen = [each for each in log.changes if each.generation == generation]
     if generation is None:
-        chosen = [change for change in changes if any(map(change.get, ("left", "in_doubt", "layout_before")))]
+        chosen = [each for each in log.changes if any(map(each.change.get, ("left", "in_doubt", "layout_before")))]
     elif not chosen:
-        known = ", ".join(str(change.get("generation")) for change in changes) or "none"
+        known = ", ".join(str(each.generation) for each in log.changes) or "none"
         raise ValueError(f"there is no generation change {generation}; those of this host: {known}")
-    for place, change in enumerate(chosen):
+    for place, each in enumerate(chosen):
         if place:
             yield ""
-        yield from _tell_change(change, events)
-        found = incident(change["generation"])
+        yield from _tell_change(each, log)
+        found = incident(each.generation)
         if found is not None:
             yield from _tell_incident(found)
-    end = _tell_end(events, is_alive) if generation is None else ""
+    end = _tell_end(log, is_alive) if generation is None else ""
     if end:
         yield ""
         yield end
@@ -67,24 +136,19 @@ def tell(
         yield "no rank was lost"
 
 
-def _tell_end(events: Sequence[Event], is_alive: bool | None) -> str:
+def _tell_end(log: _Log, is_alive: bool | None) -> str:
     """How the newest job of the log ended. Empty: it runs, it has finished, or the log cannot tell."""
-    started = max((place for place, event in enumerate(events) if event["event"] == "started"), default=0)
-    ours = events[started:]
-    for event in reversed(ours):
-        if event["event"] in ("failed", "ended"):
-            return f"{_clock(event)}  the job {event['event']}: {event.get('reason', '')}"
-    has_word = any(event["event"] in ("exiting", "signal") for event in ours)
-    return f"{_clock(ours[-1])}  {DIED}" if is_alive is False and ours and not has_word else ""
+    if log.end is not None:
+        return f"{_clock(log.end)}  the job {log.end['event']}: {log.end.get('reason', '')}"
+    return f"{_clock(log.last)}  {DIED}" if is_alive is False and log.last is not None and not log.has_word else ""
 
 
-def _tell_change(change: Event, events: Sequence[Event]) -> Iterator[str]:
-    began = _first(events, "generation", generation=change["generation"])
+def _tell_change(found: _Change, log: _Log) -> Iterator[str]:
+    change, began = found.change, found.began
     yield f"{_clock(began or change)}  generation {change['generation']} began: {change.get('cause', 'unknown')}"
-    here = {event["member"] for event in events if event["event"] == "exited"}
-    left = sorted(change.get("left", ()), key=lambda member: member not in here)
-    yield from _bounded((f"  {member} left{_end_of(member, events)}" for member in left), "left, on other hosts")
-    for event in _before(change, events, ("hung", "warned", "signal", "data_worker_lost")):
+    left = sorted(change.get("left", ()), key=lambda member: member not in log.exited)
+    yield from _bounded((f"  {member} left{_end_of(member, log)}" for member in left), "left, on other hosts")
+    for event in found.before:
         yield f"  before it: {line_of(event)}"
     for doubt in change.get("in_doubt", ()):
         yield f"  step {doubt['step']} was in doubt, and was {doubt['outcome']}"
@@ -108,7 +172,7 @@ def _tell_change(change: Event, events: Sequence[Event]) -> Iterator[str]:
         if phases.get(name):
             yield f"  {phases[name]:8.1f} ms {_PHASE_WORDS[name]}"
     for member in change.get("left", ()):
-        yield from _return_of(member, change, events)
+        yield from _return_of(member, log)
 
 
 def _bounded(lines: Iterable[str], what: str) -> Iterator[str]:
@@ -143,64 +207,28 @@ def _tell_incident(incident: Event) -> Iterator[str]:
         yield from (f"    {names[group]}: {', '.join(counts)}" for group, counts in groups.items())
 
 
-def _end_of(member: str, events: Iterable[Event]) -> str:
-    exit = _first(events, "exited", member=member)
+def _end_of(member: str, log: _Log) -> str:
+    exit, began = log.exited.get(member), log.exit_began.get(member)
     if exit is None:
         return ", on another host or before this log"
-    began = _first(events, "exit_began", member=member)
     status = exit.get("status", 0)
     how = f"killed by signal {-status}" if status < 0 else f"exited with code {status}"
     late = "" if began is None else f"; its memory was freed {1000 * (exit['t'] - began['t']):.0f} ms later"
     return f": process {exit.get('pid')}, {how}{late}"
 
 
-def _return_of(member: str, change: Event, events: Sequence[Event]) -> Iterator[str]:
+def _return_of(member: str, log: _Log) -> Iterator[str]:
     """The member that the agent started in its place."""
-    exit = _first(events, "exited", member=member)
+    exit, started = log.exited.get(member), log.successors.get(member)
     if exit is None:
         return
-    later = [event for event in events if event["t"] >= exit["t"]]
-    started = _first(later, "spawned", local_rank=_rank_of(member, events))
     if started is None:
         yield f"  nothing was started in place of {member}"
         return
     after = 1000 * (started["t"] - exit["t"])
-    joined = next(
-        (
-            event
-            for event in events
-            if event["event"] == "generation_change" and started["member"] in event.get("joined", ())
-        ),
-        None,
-    )
+    joined = log.joined.get(started["member"])
     back = "and has not joined" if joined is None else f"and joined in generation {joined['generation']}"
     yield f"  {started['member']} was started in its place {after:.0f} ms after the exit, {back}"
-
-
-def _rank_of(member: str, events: Iterable[Event]) -> Any:
-    spawned = _first(events, "spawned", member=member)
-    return None if spawned is None else spawned["local_rank"]
-
-
-def _before(change: Event, events: Sequence[Event], names: Sequence[str]) -> Iterator[Event]:
-    """The last `_NUM_LINES` events of these names between the change before this one and this one."""
-    found: list[Event] = []
-    for event in events:
-        if event["event"] == "generation":
-            if event.get("generation") == change["generation"]:
-                yield from found[-_NUM_LINES:]
-                return
-            found = []
-        elif event["event"] in names:
-            found.append(event)
-
-
-def _first(events: Iterable[Event], name: str, **fields: Any) -> Event | None:
-    """The first event of this name with these fields."""
-    for event in events:
-        if event["event"] == name and all(event.get(field) == value for field, value in fields.items()):
-            return event
-    return None
 
 
 def _seats(generation: Event | None) -> str:

@@ -73,6 +73,20 @@ def test_a_change_that_there_is_not_is_refused_with_those_there_are() -> None:
         list(tell(LOSS, 9))
 
 
+def test_events_are_read_once_however_many_changes_there_are() -> None:
+    """Each of thousands of losses would otherwise take longer than the one before."""
+    assert list(tell(iter(LOSS), 2)) == list(tell(LOSS, 2))
+
+
+def test_a_second_job_of_a_log_has_changes_of_its_own() -> None:
+    (first,) = [line for line in tell(LOSS) if "generation 2 began" in line]
+    later = [{**each, "t": each["t"] + 60, "wall": each["wall"] + 60} for each in LOSS]
+    assert [line[:12] for line in tell([*LOSS, *later]) if "generation 2 began" in line] == [
+        first[:12],
+        line_of(later[6])[:12],
+    ]
+
+
 def test_the_end_of_the_job_is_told() -> None:
     end = event(10.0, "failed", code=1, reason="the job's state is lost")
     assert list(tell([*LOSS, end]))[-1].endswith("the job failed: the job's state is lost")
