@@ -1,4 +1,7 @@
-"""Tells events to a person: one line for each, and each generation change as a short story. Pure."""
+"""Tells events to a person: one line for each, and each generation change as a short story. Pure.
+
+Control characters in an event, which a terminal would obey, are escaped.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,16 @@ _PHASE_WORDS = {
 }
 
 
+def escape(line: str) -> str:
+    if line.isprintable():
+        return line
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+
+
 def line_of(event: Event) -> str:
     """`09:55:16.123  exited  member=..., status=-9`."""
     details = ", ".join(f"{name}={_value(value)}" for name, value in event.items() if name not in _HIDDEN)
-    return f"{_clock(event)}  {event['event']}" + (f"  {details}" if details else "")
+    return escape(f"{_clock(event)}  {event['event']}" + (f"  {details}" if details else ""))
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,12 @@ def tell(
     Raises:
         ValueError: there is no such change.
     """
-    log = _Log(events)
+    return map(escape, _tell(_Log(events), generation, incident, is_alive))
+
+
+def _tell(
+    log: _Log, generation: int | None, incident: Callable[[int], Event | None], is_alive: bool | None
+) -> Iterator[str]:
     chosen = [each for each in log.changes if each.generation == generation]
     if generation is None:
         chosen = [each for each in log.changes if any(map(each.change.get, ("left", "in_doubt", "layout_before")))]

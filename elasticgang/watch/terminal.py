@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from elasticgang.observe.change_report import PHASES, name_layout
+from elasticgang.observe.story import escape
 from elasticgang.progress import bar, share
 
 _MAX_HOSTS = 16
@@ -17,11 +18,7 @@ _MARKS = {"active": "", "learner": "L", "spare": "spare"}
 
 def lines_of(status: Mapping[str, Any], num_changes: int = 5) -> Iterator[str]:
     """`status`: what `Summary.report` returns. Control characters in it, which a terminal would obey, are escaped."""
-    return map(_escape, _lines_of(status, num_changes))
-
-
-def _escape(line: str) -> str:
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+    return map(escape, _lines_of(status, num_changes))
 
 
 def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:

@@ -170,6 +170,17 @@ def test_the_last_lines_of_the_traceback_of_a_lost_rank_are_told() -> None:
     assert "line 10, in step" not in text
 
 
+def test_control_characters_are_shown_and_not_obeyed() -> None:
+    attack = 'we"ird\n<b>\x1b[31m\udcff'
+    shown = 'we"ird\\n<b>\\x1b[31m\\udcff'
+    assert line_of(event(0.25, "started", job=attack)).endswith(f"  started  job={shown}")
+    lost = {**INCIDENT["lost"][0], "stack": "\x1b[2J", "tail": ["\x1b]0;title\x07"], "traceback": "\x9b31m"}
+    lines = list(tell([*LOSS[:7], {**LOSS[7], "cause": attack}], incident={2: {**INCIDENT, "lost": [lost]}}.get))
+    assert lines[0].endswith(f"generation 2 began: {shown}")
+    assert {"    \\x1b[2J", "    | \\x1b]0;title\\x07", "    | \\x9b31m"} <= set(lines)
+    assert all(map(str.isprintable, lines))
+
+
 # -- the commands
 
 
