@@ -33,6 +33,7 @@ EventName = Literal[
     "device_fault",
     "warned",
     "accept failed",
+    "truncated",
     "signal",
     "ended",
     "failed",

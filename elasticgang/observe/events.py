@@ -4,13 +4,18 @@ EVENTLOG-1  A caller never waits for the disk: a blocked one would delay the age
     What waits to be written is bounded, by `MAX_QUEUED_BYTES`; what comes beyond it is dropped and counted.
 EVENTLOG-2  `close` waits up to `FLUSH_S` for what is queued, and says how much was not written. A process that is
     killed loses what is queued, and no more.
+EVENTLOG-3  The file at its path has all events. One that was renamed, deleted or replaced while the agent runs, as by
+    logrotate, is made again from the file that the agent holds open: before the next event, and within `LOOK_S`.
+EVENTLOG-4  A file that was truncated begins with the event `truncated`, because readers cannot know what it had.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -24,6 +29,8 @@ MAX_FILES = 64
 MAX_BYTES = 64 << 20
 MAX_QUEUED_BYTES = 16 << 20
 FLUSH_S = 1.0
+LOOK_S = 1.0
+_BLOCK_BYTES = 1 << 20
 
 _Item: TypeAlias = "tuple[str | None, bytes]"  # the name of a file beside the events, or None, and what is written
 
@@ -66,8 +73,7 @@ class EventLog:
         """Append one event. Its `t` is CLOCK_MONOTONIC in seconds, which all processes of a host share. Does not wait
         for it (EVENTLOG-1)."""
         if self._writer is not None:
-            line = json.dumps({"t": time.monotonic(), "wall": time.time(), "event": event, **fields}).encode() + b"\n"
-            self._put(None, line)
+            self._put(None, _line_of(event, **fields))
 
     def close(self) -> None:
         """EVENTLOG-2. Later events are dropped."""
@@ -80,8 +86,10 @@ class EventLog:
         self._thread.join(FLUSH_S)
         if self._thread.is_alive():
             with self._changed:
-                num = len(self._queue) + self._num_dropped + 1  # with the one that is being written
-            self._say(f"elasticgang: {num} events were not written to {writer.path} within {FLUSH_S:g} s")
+                is_writing = self._num_queued_bytes > sum(len(data) for _, data in self._queue)
+                num = len(self._queue) + self._num_dropped + is_writing
+            if num:  # else a look at the path is late
+                self._say(f"elasticgang: {num} events were not written to {writer.path} within {FLUSH_S:g} s")
 
     def _put(self, name: str | None, data: bytes) -> None:
         """EVENTLOG-1."""
@@ -103,11 +111,15 @@ class EventLog:
         """The thread."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closing)
-                if not self._queue:
+                self._changed.wait_for(lambda: self._queue or self._is_closing, LOOK_S)
+                if self._is_closing and not self._queue:
                     writer.close()
                     return
-                name, data = self._queue.popleft()
+                item = self._queue.popleft() if self._queue else None
+            if item is None:
+                writer.look()
+                continue
+            name, data = item
             if name is None:
                 writer.append(data)
             else:
@@ -120,6 +132,10 @@ class EventLog:
                 self._say(f"elasticgang: the disk of {writer.path} takes events again; {num_dropped} were dropped")
 
 
+def _line_of(event: EventName, **fields: Any) -> bytes:
+    return json.dumps({"t": time.monotonic(), "wall": time.time(), "event": event, **fields}).encode() + b"\n"
+
+
 class _Writer:
     """Writes to the disk. One thread uses it."""
 
@@ -127,16 +143,72 @@ class _Writer:
         self.path = file.name
         self._directory, self._say, self._is_bounded = directory, say, is_bounded
         self._file: BinaryIO | None = file
+        self._num_bytes = os.fstat(file.fileno()).st_size  # what it has at least, after the last write
+        self._can_look = file.seekable() and self._is_at_path(file)  # else it is a pipe
         self._paths: deque[str] = deque()  # the files beside the events, the oldest first
 
     def append(self, line: bytes) -> None:
+        self.look()
+        self._append(line)
+
+    def look(self) -> None:
+        """Make sure that the file is still at its path, and notice that it was truncated."""
+        file = self._file
+        if file is None or not self._can_look:
+            return
+        if not self._is_at_path(file):
+            file = self._make_again(file)
+        with contextlib.suppress(OSError):  # it may pass
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes < self._num_bytes:
+                self._mark_truncated(num_bytes)
+
+    def _mark_truncated(self, num_bytes: int) -> None:
+        """EVENTLOG-4"""
+        self._num_bytes = num_bytes
+        text = "was truncated: `elasticgang status`, the page and the metrics do not show this job any more"
+        self._say(f"elasticgang: warning: {self.path} {text}")
+        self._append(b"\n" * bool(num_bytes) + _line_of("truncated"))  # the rest of a line may be there
+
+    def _is_at_path(self, file: BinaryIO) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(file.fileno()))
+        except FileNotFoundError:
+            return False
+        except OSError:  # it may pass
+            return True
+
+    def _make_again(self, file: BinaryIO) -> BinaryIO:
+        """EVENTLOG-3. Returns the file to write to."""
+        draft = f"{self.path}.draft"
+        try:
+            with open(f"/proc/self/fd/{file.fileno()}", "rb") as source, open(draft, "wb") as target:
+                shutil.copyfileobj(source, target, _BLOCK_BYTES)
+            copy = open(draft, "ab", buffering=0)  # noqa: SIM115
+            os.replace(draft, self.path)
+        except OSError as exc:  # the file that was renamed or deleted has the events all the same
+            self._can_look = False
+            text = f"was renamed, deleted or replaced, and cannot be made again: {exc.strerror}"
+            self._say(f"elasticgang: warning: {self.path} {text}")
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            return file
+        file.close()
+        self._file = copy
+        self._can_look = self._is_at_path(copy)  # not where the numbers of files change by themselves
+        text = "was renamed, deleted or replaced, and is made again, with all events"
+        self._say(f"elasticgang: warning: {self.path} {text}")
+        return copy
+
+    def _append(self, line: bytes) -> None:
         if self._file is None:
             return
         try:
-            if self._is_bounded and self._file.tell() + len(line) > MAX_BYTES:
+            if self._is_bounded and self._num_bytes + len(line) > MAX_BYTES:
                 raise OSError(errno.EFBIG, f"it has {MAX_BYTES >> 20} MiB; with --log-dir there is no limit")
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._num_bytes += len(line)
         except OSError as exc:  # the job goes on without its log
             self._say(f"elasticgang: stopped writing events to {self.path}: {exc.strerror}")
             self.close()

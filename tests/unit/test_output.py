@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,78 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert said == [f"elasticgang: stopped writing events to {file}: File too large"]
     assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["started"]
+
+
+def names_in(file: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in file.read_text().splitlines() if line.endswith("}")]
+
+
+def log_of_one_event(directory: Path, said: list[str]) -> tuple[EventLog, Path]:
+    log, file = EventLog(str(directory), said.append), directory / "events.jsonl"
+    log.write("started", number=1)
+    wait_until(file.read_text, "the first event")
+    return log, file
+
+
+def rename(file: Path) -> None:
+    file.rename(file.with_suffix(".1"))
+
+
+def replace(file: Path) -> None:
+    """As logrotate does with `create`."""
+    rename(file)
+    file.touch()
+
+
+# EVENTLOG-3
+@pytest.mark.parametrize("displace", [rename, Path.unlink, replace])
+def test_a_log_that_was_renamed_or_deleted_is_made_again_with_all_events(
+    displace: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    log, file = log_of_one_event(tmp_path, said)
+    displace(file)
+    log.write("spawned")
+    log.close()
+    warning = f"elasticgang: warning: {file} was renamed, deleted or replaced, and is made again, with all events"
+    assert said == [warning]
+    assert names_in(file) == ["started", "spawned"]
+    monkeypatch.setattr(events, "LOOK_S", 0.01)
+    log = EventLog(str(tmp_path), said.append)
+    displace(file)  # no event follows
+    wait_until(lambda: file.exists() and names_in(file) == ["started", "spawned"], "the file again")
+    log.write("exited")
+    log.close()
+    assert names_in(file) == ["started", "spawned", "exited"]
+    assert said == [warning, warning]
+
+
+# EVENTLOG-3
+def test_a_log_that_cannot_be_made_again_goes_on_in_the_old_file(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "log").mkdir()
+    log, file = log_of_one_event(tmp_path / "log", said)
+    (tmp_path / "log").rename(tmp_path / "moved")
+    log.write("spawned")
+    log.write("exited")
+    log.close()
+    what = "was renamed, deleted or replaced, and cannot be made again: No such file or directory"
+    assert said == [f"elasticgang: warning: {file} {what}"]
+    assert names_in(tmp_path / "moved" / "events.jsonl") == ["started", "spawned", "exited"]
+
+
+# EVENTLOG-4
+@pytest.mark.parametrize("num_bytes", [0, 10])
+def test_a_log_that_was_truncated_says_so(num_bytes: int, tmp_path: Path) -> None:
+    said: list[str] = []
+    log, file = log_of_one_event(tmp_path, said)
+    os.truncate(file, num_bytes)
+    log.write("spawned")
+    log.write("exited")
+    log.close()
+    text = "was truncated: `elasticgang status`, the page and the metrics do not show this job any more"
+    assert said == [f"elasticgang: warning: {file} {text}"]
+    assert names_in(file) == ["truncated", "spawned", "exited"]
 
 
 def test_a_directory_that_nobody_has_given_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
