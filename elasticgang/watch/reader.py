@@ -1,17 +1,18 @@
 """Follows one agent: reads what its event file has grown by, and the status pages of its ranks.
 
 READER-1  No part of a job waits for a reader: it sends nothing, takes no lock, and maps the pages read-only.
+READER-2  Of a job whose events are incomplete, because the file was truncated, nothing is reported.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from elasticgang.observe.event_file import complete_lines
+from elasticgang.observe.event_file import LineReader, parse_event
 from elasticgang.process.status_page import StatusPage
 from elasticgang.watch.summary import RankStatus, Summary
 
@@ -33,29 +34,49 @@ class JobReader:
         self._summary = Summary()
         self.on_reported: Callable[[dict[str, Any]], None] = lambda point: None
         self._pages: dict[str, StatusPage] = {}
-        self._offset = offset
+        self._lines = LineReader(path, offset)
         self._num_lines = 0
+        self._truncated_at: float | None = None  # seconds since 1970
 
     def read(self) -> dict[str, Any]:
-        """What the job does now. A file that is not there yet counts as empty."""
+        """What the job does now. A file that is not there yet counts as empty.
+
+        Raises:
+            OSError: the events cannot be read, see `LineReader`, or do not tell what the job does (READER-2).
+        """
         is_alive = self._is_alive()  # first: the last events of an agent that ends are read then
         self._read_events()
+        if self._truncated_at is not None:
+            raise OSError(errno.ESTALE, "it was truncated while the job ran", str(self._path))
         ranks = self._read_pages() if is_alive else {}
-        return self._summary.report(ranks, time.monotonic(), is_alive=is_alive)
+        try:
+            return self._summary.report(ranks, time.monotonic(), is_alive=is_alive)
+        except (AttributeError, LookupError, TypeError, ValueError) as exc:
+            raise OSError(errno.EBADMSG, f"it has an event of another version: {exc!r}", str(self._path)) from exc
 
     def _read_events(self) -> None:
         is_first = not self._num_lines
-        lines, self._offset = complete_lines(self._path, self._offset)
-        for line in lines:
+        for line in self._lines.read():
             self._num_lines += 1
             try:
-                event = json.loads(line)
+                event = parse_event(line)
+                self._check_truncated(event)
                 self._summary.add(event)
                 self._on_event(event)
                 if is_first and event["event"] == "reported" and (point := self._summary.reported()) is not None:
                     self.on_reported(point)
             except (ValueError, KeyError, TypeError, AttributeError):
                 self._warn(f"{self._path}: line {self._num_lines} is no event; left out")
+
+    def _check_truncated(self, event: Mapping[str, Any]) -> None:
+        """READER-2. The next job in the file has all of its events again."""
+        match event["event"]:
+            case "truncated":
+                self._truncated_at = event["wall"]
+            case "started" if self._truncated_at is not None:
+                began_at = event["wall"] - (event["t"] - event["monotonic"])  # before that, if it is one that rejoins
+                if began_at > self._truncated_at:
+                    self._truncated_at = None
 
     def _read_pages(self) -> dict[str, RankStatus]:
         pids = self._summary.pids  # READER-1: /proc gives the pages without the agent's help

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from elasticgang.observe.event_file import complete_lines
+from elasticgang.observe.event_file import LineReader
 from scripts.demo_job.kills import Killer
 from scripts.demo_job.processes import start_command
 from scripts.demo_job.run_log import RunLog
@@ -72,12 +72,10 @@ class Tail:
     """The complete lines of a file that grows, each once."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._lines = LineReader(path)
 
     def read(self) -> Iterator[Any]:
-        lines, self._offset = complete_lines(self._path, self._offset)
-        yield from map(json.loads, lines)
+        yield from map(json.loads, self._lines.read())
 
 
 class Job:
