@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from elasticgang.errors import reason_of
 from elasticgang.launch import commands
 from elasticgang.launch.arguments import make_parser
 
@@ -22,21 +23,39 @@ _COMMANDS = {
     "status": commands.status,
     "doctor": commands.doctor,
 }
+_PRINTERS = frozenset({"grant", "checkpoints", "events", "explain", "plan", "status", "doctor"})  # they start nothing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     args = make_parser().parse_args(argv)
     try:
-        return _COMMANDS[args.command](args)
+        code = _COMMANDS[args.command](args)
+        if args.command in _PRINTERS and sys.stdout is not None:
+            sys.stdout.flush()  # the end of the interpreter would fail in it
+        return code
     except commands.UsageError as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as exc:
+        if args.command not in _PRINTERS:
+            raise
+        if exc.filename is not None:
+            commands.print_unreadable(exc)
+        else:
+            _drop_output()
+            print(f"elasticgang: error: the output cannot be written: {reason_of(exc)}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """What is not written yet: the end of the interpreter would try it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open_standard_streams() -> None:

@@ -165,7 +165,7 @@ def events(args: argparse.Namespace) -> int:
 
 def explain(args: argparse.Namespace) -> int:
     from elasticgang.observe.event_file import read_events, read_incident
-    from elasticgang.observe.story import tell
+    from elasticgang.observe.story import NoSuchChange, tell
     from elasticgang.watch import registry
 
     generation = args.generation
@@ -177,8 +177,11 @@ def explain(args: argparse.Namespace) -> int:
     try:
         for line in tell(found, generation, lambda generation: read_incident(path.parent, generation, _warn), is_alive):
             print(line)
-    except ValueError as exc:
+    except NoSuchChange as exc:
         raise UsageError(str(exc)) from exc
+    except (AttributeError, LookupError, TypeError, ValueError) as exc:
+        print(f"elasticgang: error: {path} has an event of another version: {exc!r}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -186,7 +189,6 @@ def status(args: argparse.Namespace) -> int:
     import json
     import time
 
-    from elasticgang.errors import reason_of
     from elasticgang.watch import registry
     from elasticgang.watch.reader import JobReader
     from elasticgang.watch.terminal import lines_of
@@ -197,10 +199,14 @@ def status(args: argparse.Namespace) -> int:
         print(f"elasticgang: {what} on this host, as far as this user can see", file=sys.stderr)
         return 1
     while True:
-        try:
-            found = [reader.read() for reader in readers]
-        except OSError as exc:
-            print(f"elasticgang: error: {exc.filename} cannot be read: {reason_of(exc)}", file=sys.stderr)
+        found = []
+        for reader in readers.copy():
+            try:
+                found.append(reader.read())
+            except OSError as exc:
+                print_unreadable(exc)
+                readers.remove(reader)
+        if not found:
             return 1
         if args.json:
             print("\n".join(map(json.dumps, found)), flush=True)
@@ -272,6 +278,12 @@ def _event_file(job: str | None) -> Path:
     if job is None:
         print(f"elasticgang: the events at {path}", file=sys.stderr)
     return path
+
+
+def print_unreadable(error: OSError) -> None:
+    from elasticgang.errors import reason_of
+
+    print(f"elasticgang: error: {error.filename} cannot be read: {reason_of(error)}", file=sys.stderr)
 
 
 def _warn(text: str) -> None:

@@ -63,21 +63,28 @@ class LineReader:
             return
         self._was_there, self._missing_since = True, None
         with file:
-            self._check(file)
-            self.has_partial_line = False
-            for line in file:  # EVENTFILE-2
-                self.has_partial_line = not line.endswith(b"\n")
-                if self.has_partial_line:
-                    return  # it is being written
-                self._offset, self._last = self._offset + len(line), line
-                yield line
+            try:
+                self._check(file)
+                yield from self._lines(file)
+            except OSError as exc:
+                exc.filename = str(self._path)
+                raise
+
+    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+        self.has_partial_line = False
+        for line in file:  # EVENTFILE-2
+            self.has_partial_line = not line.endswith(b"\n")
+            if self.has_partial_line:
+                return  # it is being written
+            self._offset, self._last = self._offset + len(line), line
+            yield line
 
     def _check(self, file: BinaryIO) -> None:
         """EVENTFILE-1"""
         is_shorter = os.fstat(file.fileno()).st_size < self._offset
         file.seek(self._offset - len(self._last))
         if is_shorter or file.read(len(self._last)) != self._last:
-            raise OSError(errno.ESTALE, "it was truncated or replaced", str(self._path))
+            raise OSError(errno.ESTALE, "it was truncated or replaced")
 
 
 def parse_event(line: bytes) -> Event:

@@ -44,6 +44,10 @@ def line_of(event: Event) -> str:
     return escape(f"{_clock(event)}  {event['event']}" + (f"  {details}" if details else ""))
 
 
+class NoSuchChange(Exception):
+    """The events have no change to that generation."""
+
+
 @dataclass(frozen=True)
 class _Change:
     """`began`: the event of its generation. `before`: the newest notable events since the generation before."""
@@ -121,7 +125,7 @@ def tell(
     unknown.
 
     Raises:
-        ValueError: there is no such change.
+        NoSuchChange
     """
     return map(escape, _tell(_Log(events), generation, incident, is_alive))
 
@@ -134,7 +138,7 @@ def _tell(
         chosen = [each for each in log.changes if any(map(each.change.get, ("left", "in_doubt", "layout_before")))]
     elif not chosen:
         known = ", ".join(str(each.generation) for each in log.changes) or "none"
-        raise ValueError(f"there is no generation change {generation}; those of this host: {known}")
+        raise NoSuchChange(f"there is no generation change {generation}; those of this host: {known}")
     for place, each in enumerate(chosen):
         if place:
             yield ""

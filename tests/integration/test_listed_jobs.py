@@ -127,6 +127,17 @@ def test_events_that_cannot_be_read_are_named(
     assert said("one") == (1, f"elasticgang: error: {path} cannot be read: Is a directory\n")
 
 
+def test_a_job_that_cannot_be_read_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log" / registry.EVENTS
+    with agent("one", str(tmp_path / "log")), agent("two"):
+        path.mkdir(parents=True)
+        assert main(["status", "--json"]) == 0
+        out, error = capsys.readouterr()
+        assert error == f"elasticgang: error: {path} cannot be read: Is a directory\n"
+        (line,) = out.splitlines()
+        assert json.loads(line)["state"] == "starting"
+
+
 # LISTED-1
 def test_a_job_is_listed_while_its_agent_lives(run_dir: Path, tmp_path: Path) -> None:
     assert alive() == []

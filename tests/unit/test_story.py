@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticgang.launch.cli import main
-from elasticgang.observe.story import line_of, tell
+from elasticgang.observe.story import NoSuchChange, line_of, tell
 
 PHASES = {"leave": 3.1, "abort": 0.4, "quorum": 5.0, "resolve": None, "configure": 9.0, "heal": None}
 
@@ -69,7 +69,7 @@ def test_one_change_is_told_although_nobody_was_lost() -> None:
 
 
 def test_a_change_that_there_is_not_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no generation change 9; those of this host: 1, 2, 3"):
+    with pytest.raises(NoSuchChange, match="no generation change 9; those of this host: 1, 2, 3"):
         list(tell(LOSS, 9))
 
 
@@ -242,6 +242,32 @@ def test_a_file_that_was_cut_or_damaged_is_read_as_far_as_it_goes(
         "line 3 is no event; left out",
         "its last line is incomplete; left out",
     ]
+
+
+@pytest.mark.parametrize("command", ["events", "explain", "status"])
+def test_a_file_that_cannot_be_read_is_named_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/proc/self/mem"  # its first bytes are no memory of a process
+    assert main([command, path]) == 1
+    assert capsys.readouterr() == ("", f"elasticgang: error: {path} cannot be read: Input/output error\n")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "why"),
+    [
+        (change(9.5, 3, "cause") | {"phases_ms": {"leave": "long"}}, "ValueError"),
+        (event(9.5, "generation_change"), "KeyError"),
+        (event(9.5, "exited", member=["a"]), "TypeError"),
+    ],
+)
+def test_an_event_of_another_version_is_an_error_in_one_line(
+    damaged: dict[str, Any], why: str, log_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = log_dir / "events.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps(damaged | {"left": ["a/0/b"]}) + "\n")
+    assert main(["explain", str(log_dir)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"elasticgang: error: {path} has an event of another version: {why}(")
 
 
 @pytest.mark.parametrize("command", ["events", "explain"])
