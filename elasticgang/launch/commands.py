@@ -61,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
 def coordinator(args: argparse.Namespace) -> int:
     import socket
 
+    try:
+        args.host.encode("idna")
+    except UnicodeError as exc:
+        raise UsageError(f"--host: {args.host!r} is not a valid host name") from exc
     if args.port:  # a short answer, before the modules of the coordinator are imported
         try:
             socket.create_server((args.host, args.port)).close()
@@ -81,12 +85,13 @@ def coordinator(args: argparse.Namespace) -> int:
 
 
 def grant(args: argparse.Namespace) -> int:
+    host, port = _host_and_port(args.coordinator)
+    _check_job_id(args.job_id)
     import asyncio
 
     from elasticgang.errors import OperationalError
     from elasticgang.session import operator_client
 
-    host, port = _host_and_port(args.coordinator)
     credentials = _find_credentials(args, is_client=True)
     _check_open(host, credentials, f"an operator uses a coordinator on loopback only, not at {host!r}")
     try:
@@ -337,8 +342,8 @@ def _check_run(args: argparse.Namespace) -> None:
         raise UsageError("--nnodes of more than one host needs a --job-id, the same on all hosts")
     if args.heal_interfaces is not None and args.coordinator is None:
         raise UsageError("--heal-interfaces is for jobs of several hosts: it needs --coordinator")
-    if args.job_id is not None and not 1 <= len(args.job_id.encode(errors="replace")) <= _MAX_JOB_ID:
-        raise UsageError(f"--job-id must be 1 to {_MAX_JOB_ID} bytes long, but is {args.job_id!r} instead")
+    if args.job_id is not None:
+        _check_job_id(args.job_id)
     args.nnodes = args.nnodes or (1, 0)
     if args.coordinator is not None:
         _host_and_port(args.coordinator)
@@ -346,6 +351,15 @@ def _check_run(args: argparse.Namespace) -> None:
         _check_module(args.script)
     elif not os.path.isfile(args.script):
         raise UsageError(f"there is no script at {args.script!r}")
+
+
+def _check_job_id(job_id: str) -> None:
+    try:
+        num_bytes = len(job_id.encode())
+    except UnicodeEncodeError as exc:  # the command line had bytes that are no UTF-8
+        raise UsageError(f"--job-id must be UTF-8, but is {os.fsencode(job_id)!r} instead") from exc
+    if not 1 <= num_bytes <= _MAX_JOB_ID:
+        raise UsageError(f"--job-id must be 1 to {_MAX_JOB_ID} bytes long, but is {job_id!r} instead")
 
 
 def _check_module(name: str) -> None:

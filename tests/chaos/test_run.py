@@ -96,6 +96,7 @@ THIS = str(Path(__file__))
         (["--coordinator", "a..b:1", THIS], "--coordinator: 'a..b' is not a valid host name"),
         (["--coordinator", "h:\u00b2", THIS], "--coordinator must be HOST:PORT, but is 'h:\u00b2' instead"),
         (["--job-id", "", THIS], "--job-id must be 1 to 100 bytes long, but is '' instead"),
+        (["--job-id", "a\udcff", THIS], "--job-id must be UTF-8, but is b'a\\xff' instead"),
         (["--coordinator", "a:99999", THIS], "--coordinator must be HOST:PORT, but is 'a:99999' instead"),
         (
             ["--standalone", "--coordinator", "127.0.0.1:1", THIS],
@@ -105,6 +106,22 @@ THIS = str(Path(__file__))
 )
 def test_a_bad_command_line_is_refused_in_one_line(arguments: list[str], line: str) -> None:
     assert refused("run", *arguments) == line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["grant", "--coordinator", "h:1", "--job-id", "\udcff"], "--job-id must be UTF-8, but is b'\\xff' instead"),
+        (
+            ["grant", "--coordinator", "h:1", "--job-id", ""],
+            "--job-id must be 1 to 100 bytes long, but is '' instead",
+        ),
+        (["coordinator", "--host", "é..x"], "--host: 'é..x' is not a valid host name"),
+        (["coordinator", "--host", "a..b", "--port", "0"], "--host: 'a..b' is not a valid host name"),
+    ],
+)
+def test_names_that_cannot_be_are_refused_in_one_line(arguments: list[str], line: str) -> None:
+    assert refused(*arguments) == line
 
 
 @pytest.mark.parametrize(
