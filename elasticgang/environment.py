@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 JOB_ID = "ELASTICGANG_JOB_ID"  # `elasticgang run` sets it for its ranks
@@ -38,6 +39,12 @@ def device_index() -> int:
 def run_dir() -> Path:
     """The directory in which the jobs of this user on this host are listed."""
     return Path(os.environ.get(RUN_DIR) or f"/tmp/elasticgang-{os.geteuid()}")
+
+
+def is_own_directory(path: Path) -> bool:
+    """Whether only this user can write to it. Raises OSError: it cannot be found."""
+    found = os.lstat(path)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def elastic_job() -> str | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elasticgang.doctor.verdicts import MEMFD_BYTES, Coordinator, Cuda, Disk, Facts, Limits, Torch
-from elasticgang.environment import run_dir
+from elasticgang.environment import is_own_directory, run_dir
 from elasticgang.errors import reason_of
 from elasticgang.session.addresses import probe
 
@@ -36,10 +36,10 @@ _T = TypeVar("_T")
 
 
 def gather(
-    *, port: int, checkpoint_dir: str | None = None, coordinator: tuple[str, int] | None = None, timeout_s: float
+    *, port: int, checkpoints: Path | str | None = None, coordinator: tuple[str, int] | None = None, timeout_s: float
 ) -> Facts:
-    """`port`: the coordinator's default. `coordinator`: host and port of one, to which to connect within
-    `timeout_s`. Takes seconds, for the import of torch."""
+    """`port`: the coordinator's default. `checkpoints`: a directory, or a URL, which is not tried. `coordinator`: host
+    and port of one, to which to connect within `timeout_s`. Takes seconds, for the import of torch."""
     host_name = socket.gethostname()
     return Facts(
         python=sys.version_info[:2],
@@ -62,8 +62,8 @@ def gather(
         clock=_read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
         py_spy=shutil.which("py-spy"),
         temporary=disk(Path(os.environ.get("TMPDIR") or "/tmp")),
-        run_dir=disk(run_dir(), makes_it=True),
-        checkpoints=None if checkpoint_dir is None else disk(Path(checkpoint_dir), makes_it=True),
+        run_dir=disk(run_dir(), makes_it=True, is_private=True),
+        checkpoints=disk(checkpoints, makes_it=True) if isinstance(checkpoints, Path) else checkpoints,
         coordinator=None if coordinator is None else _coordinator(*coordinator, timeout_s),
     )
 
@@ -121,15 +121,19 @@ def _memfd_error() -> str:
     return ""
 
 
-def disk(path: Path, *, makes_it: bool = False) -> Disk:
-    """`makes_it`: a job makes the directory, so that the nearest one above it counts where it is missing."""
-    late = Disk(str(path), 0, f"no answer within {DISK_TIMEOUT_S:g} s")
-    return _within(DISK_TIMEOUT_S, lambda: _write(path, makes_it), late)
+def disk(path: Path, *, makes_it: bool = False, is_private: bool = False) -> Disk:
+    """`makes_it`: a job makes the directory, so that the nearest one above it counts where it is missing. `is_private`:
+    a job uses it only if nobody else can write to it."""
+    return _within(
+        DISK_TIMEOUT_S, lambda: _write(path, makes_it, is_private), lambda reason: Disk(str(path), 0, reason)
+    )
 
 
-def _write(path: Path, makes_it: bool) -> Disk:
+def _write(path: Path, makes_it: bool, is_private: bool) -> Disk:
     """Writes a small file there, to the disk."""
     try:
+        if is_private and os.path.lexists(path) and not is_own_directory(path):
+            return Disk(str(path), 0, "it is no directory that only this user can write to")
         path = _existing(path) if makes_it else path
         found = os.statvfs(path)
         with tempfile.TemporaryFile(dir=path) as file:
@@ -211,18 +215,20 @@ def _lookup_s(name: str) -> float | None:
             return time.monotonic() - began_s
         return None
 
-    return _within(_LOOKUP_TIMEOUT_S, look_up, None)
+    return _within(_LOOKUP_TIMEOUT_S, look_up, lambda reason: None)
 
 
-def _within(timeout_s: float, probe: Callable[[], _T], late: _T) -> _T:
-    """What `probe` returns, or `late`. A resolver and a disk cannot be interrupted: a thread waits for them, which the
-    end of the process does not wait for."""
+def _within(timeout_s: float, probe: Callable[[], _T], failed: Callable[[str], _T]) -> _T:
+    """What `probe` returns, or what `failed` makes of the reason why it returns nothing. A resolver and a disk cannot
+    be interrupted: a thread waits for them, which the end of the process does not wait for."""
     found: list[_T] = []
     thread = threading.Thread(target=lambda: found.append(probe()), name="probe", daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread is left, which `processes` reports
+    try:
         thread.start()
-        thread.join(timeout_s)
-    return found[0] if found else late
+    except RuntimeError:  # `processes` reports it too
+        return failed("no thread can be started to try it")
+    thread.join(timeout_s)
+    return found[0] if found else failed(f"no answer within {timeout_s:g} s")
 
 
 def _coordinator(host: str, port: int, timeout_s: float) -> Coordinator:
@@ -237,7 +243,7 @@ def _coordinator(host: str, port: int, timeout_s: float) -> Coordinator:
         return Coordinator(address, time.monotonic() - began_s)
 
     within_s = _LOOKUP_TIMEOUT_S + timeout_s
-    return _within(within_s, connect, Coordinator(address, 0.0, f"no answer within {within_s:g} s"))
+    return _within(within_s, connect, lambda reason: Coordinator(address, 0.0, reason))
 
 
 def _read(path: str) -> str | None:

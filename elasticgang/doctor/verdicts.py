@@ -23,7 +23,7 @@ _TORCHFT = (0, 2)
 # again as one such group.
 _AGENT_FILES, _FILES_OF_A_LOCAL_RANK = 32, 9
 _COMM_FILES, _FILES_OF_A_PEER = 32, 4
-_FILES_OF_A_SCRIPT = 256
+FILES_OF_A_SCRIPT = 256
 # Threads: a rank had 7, its comm process 15, its standby 3; the agent 5 and one for each rank.
 _HOST_THREADS, _THREADS_OF_A_RANK = 32, 32
 _SHM_OF_A_RANK = 64 * MIB
@@ -65,7 +65,7 @@ class Job:
         """The open files that the limit must allow a single process: the agent, or a comm process."""
         agent = _AGENT_FILES + _FILES_OF_A_LOCAL_RANK * self.num_local_ranks
         comm = _COMM_FILES + _FILES_OF_A_PEER * self.num_ranks
-        return max(agent, comm) + _FILES_OF_A_SCRIPT
+        return max(agent, comm) + FILES_OF_A_SCRIPT
 
     @property
     def num_threads(self) -> int:
@@ -128,7 +128,8 @@ class Coordinator:
 @dataclass(frozen=True)
 class Facts:
     """Errors are texts, empty for none. `has_nvidia`: the kernel has a driver of NVIDIA. `port_error`: why nothing can
-    listen at the coordinator's default `port`. `lookup_s`: how long this host's own name takes to resolve."""
+    listen at the coordinator's default `port`. `lookup_s`: how long this host's own name takes to resolve.
+    `checkpoints`: a URL was not tried."""
 
     python: tuple[int, int]
     torch: Torch
@@ -151,7 +152,7 @@ class Facts:
     py_spy: str | None
     temporary: Disk
     run_dir: Disk
-    checkpoints: Disk | None
+    checkpoints: Disk | str | None
     coordinator: Coordinator | None
 
 
@@ -173,8 +174,10 @@ def judge(facts: Facts, job: Job) -> list[Finding]:
         _host_name(facts.host_name, facts.lookup_s),
         _clock(facts.resolution_s, facts.clock),
         _py_spy(facts.py_spy),
-        _directory("TMPDIR", facts.temporary, "Name another by the variable TMPDIR."),
-        _directory("run directory", facts.run_dir, "Name another by the variable ELASTICGANG_RUN_DIR."),
+        _directory("TMPDIR", facts.temporary, "torch.compile and the script may need it"),
+        _directory(
+            "run directory", facts.run_dir, "`elasticgang status` finds no job without it", "ELASTICGANG_RUN_DIR"
+        ),
         _checkpoints(facts.checkpoints),
         _coordinator(facts.coordinator),
     ]
@@ -347,7 +350,10 @@ def _shm(shm: Disk, job: Job) -> Finding:
 
 def _files(files: Limits, job: Job) -> Finding:
     needed = job.num_files
-    what = f"{job.num_local_ranks} ranks here of {job.num_ranks} need {needed} in one process"
+    what = (
+        f"{job.num_local_ranks} ranks here of {job.num_ranks} need {needed} in one process, with {FILES_OF_A_SCRIPT} "
+        "for the script"
+    )
     if files.soft is None or files.soft >= needed:
         return Finding("open files", Level.OK, f"{_limit(files.soft)}; {what}")
     mend = f"ulimit -n {needed}"
@@ -356,7 +362,8 @@ def _files(files: Limits, job: Job) -> Finding:
             f"The hard limit is {files.hard}: raise it in limits.conf or LimitNOFILE, or start the container with "
             f"--ulimit nofile={needed}."
         )
-    return Finding("open files", Level.ERROR, f"{files.soft}; {what}", mend)
+    level = Level.ERROR if files.soft < needed - FILES_OF_A_SCRIPT else Level.WARNING
+    return Finding("open files", level, f"{files.soft}; {what}", mend)
 
 
 def _processes(facts: Facts, job: Job) -> Finding:
@@ -422,13 +429,17 @@ def _py_spy(path: str | None) -> Finding:
     return Finding("py-spy", Level.OK, path or missing)
 
 
-def _directory(what: str, disk: Disk, mend: str) -> Finding:
+def _directory(what: str, disk: Disk, needs: str, variable: str = "TMPDIR") -> Finding:
+    """One without which a job runs all the same. `needs`: what else does not."""
     if disk.error:
-        return Finding(what, Level.ERROR, f"{disk.path}: {disk.error}", f"Free some space or allow to write. {mend}")
+        mend = f"Free some space, allow to write, or name another by the variable {variable}."
+        return Finding(what, Level.WARNING, f"{disk.path}: {disk.error}; {needs}", mend)
     return Finding(what, Level.OK, f"{disk.path}, {_size(disk.free_bytes)} free")
 
 
-def _checkpoints(disk: Disk | None) -> Finding:
+def _checkpoints(disk: Disk | str | None) -> Finding:
+    if isinstance(disk, str):
+        return Finding("checkpoints", Level.NOT_APPLICABLE, f"{disk} is a URL: try `elasticgang checkpoints {disk}`")
     if disk is None:
         return Finding("checkpoints", Level.NOT_APPLICABLE, "no --checkpoint-dir was given")
     if disk.error:

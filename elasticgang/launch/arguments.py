@@ -207,7 +207,9 @@ def _add_doctor_arguments(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument(
         "--nnodes", type=_at_least_one, default=1, metavar="N", help="hosts of the job (default: %(default)s)"
     )
-    doctor.add_argument("--checkpoint-dir", metavar="DIR", help="the directory of durable checkpoints, to check too")
+    doctor.add_argument(
+        "--checkpoint-dir", metavar="DIR", help="the directory of durable checkpoints, to check too; a URL is not tried"
+    )
     doctor.add_argument("--coordinator", metavar="HOST:PORT", help="the address of a coordinator, to connect to")
     doctor.add_argument(
         "--connect-timeout", type=_seconds, default=10.0, metavar="SECONDS", help="(default: %(default)g)"

@@ -254,14 +254,23 @@ def _planned_layout(args: argparse.Namespace) -> ParallelLayout:
 def doctor(args: argparse.Namespace) -> int:
     import json
 
+    from elasticgang.checkpoint.locations import check_lasting, is_url
     from elasticgang.doctor.facts import gather
     from elasticgang.doctor.verdicts import Job, as_json, exit_code, judge, lines_of
+    from elasticgang.errors import NotSupportedError
     from elasticgang.launch.arguments import COORDINATOR_PORT
 
     address = None if args.coordinator is None else _host_and_port(args.coordinator)
+    checkpoints: Path | str | None = args.checkpoint_dir
+    if args.checkpoint_dir is not None:
+        try:
+            check_lasting(args.checkpoint_dir)
+        except NotSupportedError as exc:
+            raise UsageError(f"--checkpoint-dir: {exc}") from exc
+        checkpoints = args.checkpoint_dir if is_url(args.checkpoint_dir) else Path(args.checkpoint_dir)
     facts = gather(
         port=COORDINATOR_PORT,
-        checkpoint_dir=args.checkpoint_dir,
+        checkpoints=checkpoints,
         coordinator=address,
         timeout_s=args.connect_timeout,
     )

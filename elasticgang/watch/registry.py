@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticgang.environment import run_dir
+from elasticgang.environment import is_own_directory, run_dir
 from elasticgang.errors import OperationalError
 
 EVENTS = "events.jsonl"
@@ -69,14 +69,8 @@ def listed(job: str, log_dir: str | None) -> Iterator[str]:
 
 def _make(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_own(directory):
+    if not is_own_directory(directory):  # LISTED-2
         raise OperationalError(f"{directory} must be a directory that only this user can write to")
-
-
-def _is_own(directory: Path) -> bool:
-    """LISTED-2. Raises OSError: it cannot be found."""
-    found = os.lstat(directory)
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def find(what: str | None) -> list[tuple[Path, Callable[[], bool]]]:
@@ -115,7 +109,7 @@ def _listed() -> list[tuple[Path, ListedAgent]]:
     """The newest last."""
     paths: list[Path] = []
     with contextlib.suppress(OSError):
-        paths = list(run_dir().glob(f"*{_SUFFIX}")) if _is_own(run_dir()) else []
+        paths = list(run_dir().glob(f"*{_SUFFIX}")) if is_own_directory(run_dir()) else []
     found = [(path, agent) for path in paths if (agent := _read(path)) is not None]
     return sorted(found, key=lambda each: each[1].began_at)
 

@@ -73,6 +73,11 @@ def test_the_report_for_people_has_the_same_levels() -> None:
     assert levels <= {"ok", "warning", "n/a"}
 
 
+def test_open_files_that_only_the_script_lacks_are_a_warning() -> None:
+    code, found = report([*limited("-n 64"), "--nproc-per-node", "2"])  # such a job runs
+    assert (code, found["open files"]["level"]) == (0, "warning")
+
+
 def test_too_few_open_files_are_an_error() -> None:
     code, found = report(limited("-n 64"))
     assert code == 1
@@ -83,21 +88,35 @@ def test_too_few_open_files_are_an_error() -> None:
     assert found["open files"]["mend"].startswith("ulimit -n ")
 
 
-def test_files_that_cannot_be_written_are_errors(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     """As on a full disk, but for this process alone: no file, and no memfd, may have a byte."""
     code, found = report([*limited("-f 0"), "--checkpoint-dir", str(tmp_path)], TMPDIR=str(tmp_path))
     assert code == 1
-    for check in ("TMPDIR", "run directory", "checkpoints"):
-        assert found[check]["level"] == "error", check
-        assert found[check]["text"] == f"{tmp_path}: File too large"
+    for check, level in (("TMPDIR", "warning"), ("run directory", "warning"), ("checkpoints", "error")):
+        assert found[check]["level"] == level, check
+        assert found[check]["text"].startswith(f"{tmp_path}: File too large")
     assert found["memfd"]["level"] == "error"
 
 
-def test_a_tmpdir_in_which_no_file_can_be_made_is_an_error() -> None:
-    code, found = report(DOCTOR, TMPDIR="/proc")  # not even root can
-    assert code == 1
-    assert found["TMPDIR"]["level"] == "error"
+def test_directories_that_a_job_can_do_without_are_warnings(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o777)
+    options = ["--nproc-per-node", "2", "--checkpoint-dir", "s3://bucket/x"]
+    code, found = report([*DOCTOR, *options], TMPDIR="/proc")  # not even root can make a file there
+    assert code == 0
+    assert found["TMPDIR"]["level"] == found["run directory"]["level"] == "warning"
     assert found["TMPDIR"]["text"].startswith("/proc: ")
+    assert "no directory that only this user can write to; `elasticgang status`" in found["run directory"]["text"]
+    assert found["checkpoints"]["level"] == "n/a"
+    assert found["checkpoints"]["text"].startswith("s3://bucket/x is a URL")
+
+
+def test_a_probe_without_a_thread_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert facts.disk(tmp_path) == Disk(str(tmp_path), 0, "no thread can be started to try it")
 
 
 def test_a_disk_that_never_answers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
