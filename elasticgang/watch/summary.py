@@ -76,7 +76,7 @@ class Summary:
         self._last = event
         match event["event"]:
             case "started":
-                if self._started is not None and event.get("pid") != self._started.get("pid"):
+                if self._started is not None and _process_of(event) != _process_of(self._started):
                     self.__init__()  # type: ignore[misc]  # another job's events follow in the same file
                     self._last = event
                 self._started, self._agent = self._started or event, event["agent"]
@@ -261,6 +261,11 @@ class Summary:
             for member, (done, total) in work.items()
             if member in self._local_ranks and done < total
         ]
+
+
+def _process_of(started: Event) -> tuple[int, float]:
+    """The agent's process: in containers, each one may have the same pid. An agent that rejoins goes on."""
+    return started.get("pid", 0), started.get("monotonic", 0.0)
 
 
 def _seats(generation: Event, has_learners: bool) -> dict[str, int]:

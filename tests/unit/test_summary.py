@@ -256,8 +256,10 @@ def test_what_is_kept_does_not_grow_with_the_job() -> None:
     assert told["num_changes"]["killed"] == 3 * NUM_CHANGES - 2
 
 
-def test_a_job_that_follows_in_the_same_file_is_shown_alone() -> None:
-    again = {**STARTED[0], "t": 100.0, "monotonic": 99.0, "pid": 8, "agent": "h-2", "job": "next"}
+@pytest.mark.parametrize("pid", [7, 8])
+def test_a_job_that_follows_in_the_same_file_is_shown_alone(pid: int) -> None:
+    """Also if its agent has the pid of the one before, as the only process of each container."""
+    again = {**STARTED[0], "t": 100.0, "monotonic": 99.0, "pid": pid, "agent": "h-2", "job": "next"}
     found = report([*RUNS, event(50.0, "failed", reason="x"), again], {}, 101.0)
     assert (found["job"], found["state"], found["num_changes"], found["elapsed_s"]) == ("next", "starting", {}, 2.0)
 
