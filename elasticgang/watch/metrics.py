@@ -67,7 +67,8 @@ def _of_job(status: Mapping[str, Any]) -> Iterator[Metric]:
     for name, count in status["seats"].items():
         seats.add_metric([name], count)
     yield seats
-    yield CounterMetricFamily("elasticgang_committed_steps", "Steps that the job has committed.", value=status["step"])
+    text = "Steps that the job has committed. It falls when the job goes back to a checkpoint."
+    yield GaugeMetricFamily("elasticgang_committed_steps", text, value=status["step"])
     for name, text in (
         ("steps_per_s", "Committed steps a second, over the last steps."),
         ("tokens_per_s", "Tokens a second of this host's ranks, as reported by the script."),

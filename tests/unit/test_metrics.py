@@ -31,7 +31,7 @@ def test_the_metrics_are_the_numbers_of_the_summary() -> None:
     assert found["elasticgang_job_info", ("h-1", "h", "demo")] == 1
     expected = {
         "elasticgang_generation": status["generation"],
-        "elasticgang_committed_steps_total": status["step"],
+        "elasticgang_committed_steps": status["step"],
         "elasticgang_steps_per_second": status["steps_per_s"],
         "elasticgang_tokens_per_second": status["tokens_per_s"],
         "elasticgang_last_commit_age_seconds": status["last_commit_age_s"],
@@ -63,6 +63,21 @@ def test_goodput_is_what_the_lost_seconds_leave(is_over: bool) -> None:
     assert (under_way_s == 0) == is_over
     goodput = found["elasticgang_goodput_ratio", ()]
     assert goodput == pytest.approx(1 - (lost_s + under_way_s) / status["elapsed_s"], abs=1e-4)
+
+
+def test_no_counter_falls_when_the_job_goes_back() -> None:
+    """Prometheus would take that for a restart, and count the steps until then twice."""
+
+    def counters(status: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]:
+        families = text_string_to_metric_families(exposition(lambda: status)().decode())
+        names = {sample.name for family in families if family.type == "counter" for sample in family.samples}
+        return {key: value for key, value in samples(status).items() if key[0] in names}
+
+    gone_back = [*RUNS, generation(21.0, 2, 5), change(21.2, 2, "killed", 0.5)]
+    before, after = report(RUNS, PAGES, 20.25), report(gone_back, {}, 21.5)
+    assert (before["step"], after["step"]) == (8, 5)
+    assert len(counters(before)) > 10
+    assert {key: value for key, value in counters(before).items() if counters(after)[key] < value} == {}
 
 
 def test_a_job_that_starts_has_metrics_too() -> None:
