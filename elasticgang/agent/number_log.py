@@ -23,7 +23,7 @@ class NumberLog:
         self._due_s = 0.0
         self._last: dict[str, dict[str, float]] = {}  # by member: what the next event has of it
         self._num_reports: dict[str, int] = {}  # by member, as it was read last
-        self._step = 0  # the last one of those that the next event is about
+        self._committed = (0, 0)  # generation and step, of the newest one of those that the next event is about
 
     def read(self, member: str, page: StatusPage) -> None:
         """Read the numbers of a rank that lives, or has just exited, for the next event."""
@@ -32,7 +32,8 @@ class NumberLog:
         if num_reports != self._num_reports.get(member, 0):
             self._num_reports[member] = num_reports
             self._last[member] = {name: number.last for name, number in found.items()}
-            self._step = max(self._step, page.committed[0])
+            step, generation = page.committed
+            self._committed = max(self._committed, (generation, step))
 
     def look(self, now_s: float, pages: Mapping[str, StatusPage]) -> None:
         """Read `pages`, by member, and write an event if one is due."""
@@ -48,5 +49,7 @@ class NumberLog:
     def write(self) -> None:
         """NUMBERLOG-1."""
         if self._last:
-            self._events.write("reported", step=self._step, numbers=mean_numbers(self._last.values()))
-            self._last, self._step = {}, 0
+            generation, step = self._committed
+            numbers = mean_numbers(self._last.values())
+            self._events.write("reported", step=step, generation=generation, numbers=numbers)
+            self._last, self._committed = {}, (0, 0)

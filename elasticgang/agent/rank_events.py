@@ -145,7 +145,13 @@ class RankEvents:
         status, failure = rank.status, rank.failure
         is_retired = self._lifecycle.is_retired(rank.member)
         self._events.write(
-            "exited", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, status=status, monotonic=died_at
+            "exited",
+            member=rank.member,
+            local_rank=rank.local_rank,
+            pid=rank.pid,
+            status=status,
+            monotonic=died_at,
+            committed=list(rank.committed),
         )
         if failure is not None:
             self._show_failure(rank.local_rank, failure["traceback"])

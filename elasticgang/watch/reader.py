@@ -90,8 +90,7 @@ class JobReader:
 def _read(page: StatusPage) -> RankStatus:
     numbers = {name: (found.last, found.total / found.num_reports) for name, found in page.numbers().items()}
     return RankStatus(
-        page.committed[0],
-        page.generation,
+        *page.committed,
         page.thread_state.name,
         page.commit_times(),
         page.healing,

@@ -9,6 +9,8 @@ SUMMARY-3  The seconds of a change under way are counted by the rule by which th
     over, less those of the step under way. Goodput contains both, in the status, on the page and in the metrics.
 SUMMARY-4  What the ranks report is read from their pages. Where there are none, as of a job that has ended, the events
     have what was reported last, and the history of a page that starts late what was reported before (NUMBERLOG-1).
+SUMMARY-5  The step is the highest one known to be committed since the present generation began, also once the ranks of
+    this host have exited. Steps of earlier generations beyond its first one are void: the job has gone back.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ _KEPT = ("generation", "cause", "wall", "phases_ms", "checkpoint", "in_doubt", "
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A status page. `doing`: the name of its `ThreadState`. `healing`: bytes received, of how many. `numbers`: by
-    name, the last value and the mean one. `saving`: bytes written of a checkpoint, of how many."""
+    """A status page. `step`, `generation`: the committed attempt. `doing`: the name of its `ThreadState`. `healing`:
+    bytes received, of how many. `numbers`: by name, the last value and the mean one. `saving`: bytes written of a
+    checkpoint, of how many."""
 
     step: int = 0
     generation: int = 0
@@ -57,6 +60,7 @@ class Summary:
         self._last: Event | None = None
         self._generation: Event | None = None
         self._is_settled = False  # the present generation has committed a step
+        self._step = 0  # SUMMARY-5: from the events
         self._beginnings: deque[float] = deque(maxlen=NUM_BEGINNINGS)  # of generations
         self._counted_to = (0, 0.0)  # the commit up to which `_lost_s` counts
         self._step_s: float | None = None
@@ -87,8 +91,9 @@ class Summary:
             case "exited":
                 self.pids.pop(event["member"], None)
                 self._local_ranks.pop(event["member"], None)
+                self._add_committed(*event.get("committed", (0, 0)))
             case "generation":
-                self._generation, self._is_settled = event, False
+                self._generation, self._is_settled, self._step = event, False, event["committed"][0]
                 self._beginnings.append(event["t"])
                 self._add_saved(event)
                 step, at_s = event.get("counted_to") or (event["committed"][0], self._counted_to[1])
@@ -101,6 +106,7 @@ class Summary:
             case "saved":
                 if self._saved is None or event["step"] >= self._saved["step"]:
                     self._saved = event
+                self._add_committed(event["step"], event["generation"])
             case "reported":
                 self._add_reported(event)
             case "data_worker_lost":
@@ -137,7 +143,18 @@ class Summary:
             "is_quarantined": event["is_quarantined"],
         }
 
+    def _add_committed(self, step: int, generation: int) -> None:
+        """SUMMARY-5."""
+        if self._is_present(generation):
+            self._step = max(self._step, step)
+
+    def _is_present(self, generation: int) -> bool:
+        """Whether a step that was committed in it counts. The events may be late."""
+        present: int = (self._generation or {}).get("generation", 0)
+        return generation >= present
+
     def _add_reported(self, event: Event) -> None:
+        self._add_committed(event["step"], event.get("generation", 0))
         before = self._reported
         if before is not None and event["t"] > before["t"]:
             self._reported_rate = round(max(0, event["step"] - before["step"]) / (event["t"] - before["t"]), 4)
@@ -158,7 +175,8 @@ class Summary:
         elapsed_s = max(0.0, now_s - began_s) if self._started is not None else 0.0
         commits = max((status.commits for status in ranks.values()), key=_newest, default=())
         began_at = (generation.get("committed") or (0,))[0]
-        step = max([began_at, self._exiting.get("step", 0), *(status.step for status in ranks.values())])
+        seen = (status.step for status in ranks.values() if self._is_present(status.generation))
+        step = max(self._step, self._exiting.get("step", 0), *seen)
         has_learners = not self._is_settled and step <= began_at
         rate = steps_per_second(commits, generation.get("t", 0.0))
         lost: dict[str, float] = dict(self._lost_s)

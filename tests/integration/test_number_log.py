@@ -83,3 +83,17 @@ def test_after_a_job_has_gone_back_the_steps_are_those_that_are_trained_again(pa
         one.commit(step, 1)
         log.look(now_s, pages)
     assert [step for _, step, _ in events.written] == [90, 41, 60]
+
+
+# NUMBERLOG-1
+def test_the_step_is_that_of_the_newest_generation(pages: dict[str, StatusPage]) -> None:
+    """A rank that has exited had come further, before the job went back."""
+    events, (one, other) = Events(), pages.values()
+    log = NumberLog(events)
+    one.report("loss", 1.0)
+    other.report("loss", 1.0)
+    other.commit(90, 1)
+    one.commit(41, 2)
+    log.read("a/1", other)
+    log.look(100.0, {"a/0": one})
+    assert [step for _, step, _ in events.written] == [41]

@@ -52,6 +52,14 @@ STARTED = [
     event(10.1, "spawned", member="h-1/0/a", local_rank=0, pid=70),
     event(10.1, "spawned", member="h-1/1/b", local_rank=1, pid=71),
 ]
+
+
+def exited(at: float, local_rank: int, status: int = -9) -> dict[str, Any]:
+    """One of the ranks of `STARTED` and `PAGES`."""
+    member = ("h-1/0/a", "h-1/1/b")[local_rank]
+    return event(at, "exited", member=member, local_rank=local_rank, pid=70, status=status, committed=[8, 1])
+
+
 COMMITS = [(step, 12.0 + step) for step in range(1, 9)]  # the last at 20.0
 RUNS = [*STARTED, generation(12.0, 1, 0), change(13.0, 1, "start", 4.5)]
 PAGES = {
@@ -129,6 +137,33 @@ def test_a_running_job() -> None:
     assert here["is_here"]
     assert here["seats"][0] == {"local_rank": 0, "rank": 0, "status": "active", "step": 8, "doing": "WAITING"}
     assert there["seats"] == [{"local_rank": 0, "rank": None, "status": "spare"}]
+
+
+# SUMMARY-5
+def test_the_step_is_the_highest_one_that_was_committed_also_once_the_ranks_are_gone() -> None:
+    def step(*events: dict[str, Any], is_alive: bool = True) -> Any:
+        return report([*RUNS, *events], {}, 30.0, is_alive=is_alive)["step"]
+
+    numbers = event(15.0, "reported", step=3, generation=1, numbers={"loss": 5.0})
+    saved = event(16.0, "saved", step=4, generation=1, digest="d", path="/c", bytes=10, duration_s=0.5)
+    assert step() == 0
+    for is_alive in (True, False):
+        assert step(numbers, is_alive=is_alive) == 3
+        assert step(saved, numbers, is_alive=is_alive) == 4
+        assert step(saved, exited(20.3, 0), exited(20.3, 1), is_alive=is_alive) == 8
+
+
+# SUMMARY-5
+def test_a_job_that_goes_back_shows_the_step_to_which_it_has_gone_back() -> None:
+    """Whatever is still known of the steps that it has lost."""
+    events = [*RUNS, exited(20.3, 0), {**generation(21.0, 2, 5), "saved": 5}]
+    lost = [
+        exited(21.1, 1),
+        event(21.2, "reported", step=8, generation=1, numbers={"loss": 5.0}),
+        event(21.3, "saved", step=7, generation=1, digest="d", path="/c", bytes=10, duration_s=0.5),
+    ]
+    assert report([*events, *lost], PAGES, 22.0)["step"] == 5
+    assert report([*events, *lost], {**PAGES, "h-1/0/a": RankStatus(6, 2)}, 22.0)["step"] == 6
 
 
 # SUMMARY-2
