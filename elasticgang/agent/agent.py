@@ -329,6 +329,7 @@ class Agent:
                 self._changes.agreed(record, self._lifecycle.agent, lost.difference(record.agents), left)
             case RequestRecord():
                 self._control_plane.request()
+                self._events.write("requested", newest_commit=self._changes.pace.newest)
             case BroadcastFailure(member, local_rank, step):
                 self._control_plane.broadcast_failed(member, local_rank, step)
             case NotifyOver(generation, reason):

@@ -321,7 +321,6 @@ class ControlPlane:
         """The ranks may be ready."""
         self._requested_s = self._requested_s or time.monotonic()
         self._client.request_report()
-        self._callbacks.log("requested")
 
     def send_keys(self, message: RendezvousKeys) -> None:
         self._client.send_keys(message)

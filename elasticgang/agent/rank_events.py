@@ -152,6 +152,7 @@ class RankEvents:
             status=status,
             monotonic=died_at,
             committed=list(rank.committed),
+            newest_commit=self._changes.pace.newest,
         )
         if failure is not None:
             self._show_failure(rank.local_rank, failure["traceback"])

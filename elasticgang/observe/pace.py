@@ -82,6 +82,11 @@ class Pace:
         """The number of committed steps."""
         return self.counted_to[0] if self._newest is None else self._newest[0]
 
+    @property
+    def newest(self) -> tuple[int, float] | None:
+        """The newest commit; None before the first."""
+        return self._newest
+
     def begin(self, committed: int, now_s: float) -> None:
         """A generation begins with so many committed steps."""
         self._beginnings.append(now_s)

@@ -6,7 +6,9 @@ and lost data workers are those of the ranks of its host.
 SUMMARY-1  Events go in one by one, and what is kept of them is bounded, so that a job of any length can be followed.
 SUMMARY-2  Once a step is committed in a generation, its learners have healed, and count as active.
 SUMMARY-3  The seconds of a change under way are counted by the rule by which the agent counts those of one that is
-    over, less those of the step under way. Goodput contains both, in the status, on the page and in the metrics.
+    over, less those of the step under way. Goodput contains both, in the status, on the page and in the metrics. A
+    change begins before its record is agreed: once a rank of this host that had a seat has died, or all of them have
+    left their generation.
 SUMMARY-4  What the ranks report is read from their pages. Where there are none, as of a job that has ended, the events
     have what was reported last, and the history of a page that starts late what was reported before (NUMBERLOG-1).
 SUMMARY-5  The step is the highest one known to be committed since the present generation began, also once the ranks of
@@ -61,6 +63,9 @@ class Summary:
         self._generation: Event | None = None
         self._is_settled = False  # the present generation has committed a step
         self._step = 0  # SUMMARY-5: from the events
+        self._seated: frozenset[str] = frozenset()  # the members of this host that train in the present generation
+        self._ended_at: float | None = None  # when this agent last saw that the present generation ends
+        self._newest_commit: tuple[int, float] | None = None  # that the agent knew then
         self._beginnings: deque[float] = deque(maxlen=NUM_BEGINNINGS)  # of generations
         self._counted_to = (0, 0.0)  # the commit up to which `_lost_s` counts
         self._step_s: float | None = None
@@ -92,8 +97,12 @@ class Summary:
                 self.pids.pop(event["member"], None)
                 self._local_ranks.pop(event["member"], None)
                 self._add_committed(*event.get("committed", (0, 0)))
+                self._add_end(event, ends=event["member"] in self._seated and event["status"] != 0)
+            case "requested":
+                self._add_end(event, ends=bool(self._seated))
             case "generation":
                 self._generation, self._is_settled, self._step = event, False, event["committed"][0]
+                self._seated, self._ended_at = self._members_of(event), None
                 self._beginnings.append(event["t"])
                 self._add_saved(event)
                 step, at_s = event.get("counted_to") or (event["committed"][0], self._counted_to[1])
@@ -143,6 +152,17 @@ class Summary:
             "is_quarantined": event["is_quarantined"],
         }
 
+    def _members_of(self, generation: Event) -> frozenset[str]:
+        here = [host["seats"] for host in generation["seats"] if host["agent"] == self._agent]
+        trained = {local_rank for seats in here for local_rank, _, status in seats if status != "spare"}
+        return frozenset(member for member, local_rank in self._local_ranks.items() if local_rank in trained)
+
+    def _add_end(self, event: Event, *, ends: bool) -> None:
+        """SUMMARY-3. `ends`: whether the generation does."""
+        if (newest := event.get("newest_commit")) is not None:
+            self._newest_commit = (newest[0], newest[1])
+        self._ended_at = event["t"] if ends else self._ended_at
+
     def _add_committed(self, step: int, generation: int) -> None:
         """SUMMARY-5."""
         if self._is_present(generation):
@@ -178,10 +198,12 @@ class Summary:
         seen = (status.step for status in ranks.values() if self._is_present(status.generation))
         step = max(self._step, self._exiting.get("step", 0), *seen)
         has_learners = not self._is_settled and step <= began_at
+        has_ended = is_alive and self._ended_at is not None and _newest(commits)[0] <= self._ended_at
+        is_changing = is_alive and (has_ended or not self._is_settled)
         rate = steps_per_second(commits, generation.get("t", 0.0))
         lost: dict[str, float] = dict(self._lost_s)
-        if is_alive and not self._is_settled and self._started is not None:
-            lost["under_way"] = self._lost_under_way(commits, now_s)
+        if is_changing and self._started is not None:
+            lost["under_way"] = self._lost_under_way(commits, now_s, has_ended=has_ended)
         lost_s = sum(lost.values())
         tokens = [status.numbers["tokens"][1] for status in ranks.values() if "tokens" in status.numbers]
         return {
@@ -192,7 +214,8 @@ class Summary:
             "elapsed_s": round(elapsed_s, 3),
             "wall": (self._started or {}).get("wall", 0.0) + max(0.0, now_s - (self._started or {}).get("t", now_s)),
             "generation": generation.get("generation", 0),
-            "is_changing": is_alive and not self._is_settled,
+            "is_changing": is_changing,
+            "has_ended": has_ended,
             **{name: generation.get(name) for name in _LAYOUTS},
             "seats": _seats(generation, has_learners),
             "hosts": [self._host(host, ranks, has_learners) for host in generation.get("seats", ())],
@@ -231,12 +254,17 @@ class Summary:
             "numbers": self._reported["numbers"],
         }
 
-    def _lost_under_way(self, commits: Commits, now_s: float) -> float:
-        """SUMMARY-3."""
+    def _lost_under_way(self, commits: Commits, now_s: float, *, has_ended: bool) -> float:
+        """SUMMARY-3. `has_ended`: the next change is under way too, and counts from the newest commit on."""
         step_s = step_seconds(commits, self._beginnings) or self._step_s or 0.0
-        newest = commits[-1] if commits and commits[-1][1] > self._counted_to[1] else None
-        lost_s = seconds_lost(self._counted_to, newest, step_s, now_s)
-        return lost_s if newest is not None else max(0.0, lost_s - step_s)
+        since, before_s = self._counted_to, 0.0
+        known = [*commits[-1:], *([] if self._newest_commit is None else [self._newest_commit])]
+        newest = max((commit for commit in known if commit[1] > since[1]), key=lambda commit: commit[1], default=None)
+        if has_ended and newest is not None:
+            before_s = 0.0 if self._is_settled else seconds_lost(since, newest, step_s, now_s)
+            since, newest = newest, None
+        lost_s = seconds_lost(since, newest, step_s, now_s)
+        return before_s + (lost_s if newest is not None else max(0.0, lost_s - step_s))
 
     def _state(self, is_alive: bool) -> dict[str, Any]:
         if self._end is not None:

@@ -28,6 +28,8 @@ def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
     if status["agent"]:
         yield f"  agent {status['agent']}, for {_span(status['elapsed_s'])}"
     changing = ", which has not committed a step yet" if status["is_changing"] else ""
+    if status["has_ended"]:
+        changing = ", which has ended; the next one is not agreed yet"
     yield f"  generation {status['generation']}{changing}: {_counts(status['seats']) or 'no seats'}"
     if status["layout"] is not None:
         yield f"  layout {name_layout(status)}"

@@ -13,6 +13,7 @@ import pytest
 from elasticgang.errors import OperationalError
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.operator_client import grant
+from elasticgang.watch.reader import JobReader
 from tests.chaos.several import Cluster, generation_of, kill_agent
 from tests.chaos.test_kills import JOB, NUM_STEPS, check_samples, histories
 from tests.support import Job, kill, wait_until
@@ -62,7 +63,11 @@ def newest(job: Job) -> int:
     return max(int(event["generation"]) for event in job.events() if event["event"] == "generation")
 
 
-# CONTROL-1
+def reader_of(job: Job) -> JobReader:
+    return JobReader(job.directory / "events.jsonl", lambda: True, pytest.fail)
+
+
+# CONTROL-1, SUMMARY-3
 @pytest.mark.parametrize("state", [True, False])
 def test_a_rank_that_dies_while_it_is_away_is_noticed_and_waited_with(tmp_path: Path, alone: str, state: bool) -> None:
     """The record is in the coordinator's file, or only with the agents."""
@@ -77,7 +82,15 @@ def test_a_rank_that_dies_while_it_is_away_is_noticed_and_waited_with(tmp_path: 
         cluster.release(5)
         for agent, num in zip(agents, asked, strict=True):
             agent.expect("requested", count=num + 1)  # by the connections between their ranks
+        readers = [reader_of(agent) for agent in agents]
+        before = [reader.read() for reader in readers]
         time.sleep(1.0)  # nothing may happen
+        for found, reader in zip(before, readers, strict=True):
+            later = reader.read()
+            assert (later["state"], later["is_changing"], later["has_ended"]) == ("running", True, True)
+            assert later["lost_s"]["under_way"] > found["lost_s"]["under_way"]
+            assert later["goodput"] < found["goodput"]
+            assert found["step"] >= 5
         assert all(agent.process.poll() is None for agent in agents)
         assert not list(cluster.output.glob("at-9-*"))
         cluster.restart_coordinator()

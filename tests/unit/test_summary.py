@@ -57,7 +57,8 @@ STARTED = [
 def exited(at: float, local_rank: int, status: int = -9) -> dict[str, Any]:
     """One of the ranks of `STARTED` and `PAGES`."""
     member = ("h-1/0/a", "h-1/1/b")[local_rank]
-    return event(at, "exited", member=member, local_rank=local_rank, pid=70, status=status, committed=[8, 1])
+    last = {"committed": [8, 1], "newest_commit": [8, 20.0]}
+    return event(at, "exited", member=member, local_rank=local_rank, pid=70, status=status, **last)
 
 
 COMMITS = [(step, 12.0 + step) for step in range(1, 9)]  # the last at 20.0
@@ -216,6 +217,80 @@ def test_a_change_under_way_has_cost_what_it_costs_once_it_is_over() -> None:
     found = report(events, pages, 25.6)["lost_s"]["under_way"]
     pace.read(commits)
     assert found == pytest.approx(pace.cost(25.6)) == pytest.approx(3.5)
+
+
+ONE_LEFT = {"h-1/0/a": PAGES["h-1/0/a"]}
+REQUESTED = event(20.4, "requested", newest_commit=[8, 20.0])
+
+
+# SUMMARY-3
+@pytest.mark.parametrize(
+    ("events", "pages"),
+    [
+        ([exited(20.3, 1)], ONE_LEFT),
+        ([exited(20.3, 0), exited(20.3, 1)], {}),
+        ([REQUESTED], PAGES),
+        ([exited(20.3, 0), exited(20.3, 1), REQUESTED, event(21.0, "requested", newest_commit=[8, 20.0])], {}),
+    ],
+)
+def test_a_change_that_waits_for_its_record_is_under_way(
+    events: list[dict[str, Any]], pages: dict[str, RankStatus]
+) -> None:
+    """As without a coordinator. Its record then takes nothing back."""
+    pace = Pace(8.0)
+    pace.read(COMMITS)
+    pace.begin(8, 30.0)
+    agreed = generation(30.0, 2, 8, counted_to=pace.counted_to)
+    for now_s in (21.0, 26.0, 30.0):
+        found = report([*RUNS, *events], pages, now_s)
+        assert (found["state"], found["is_changing"], found["step"]) == ("running", True, 8)
+        assert found["lost_s"] == {"start": 4.5, "under_way": pytest.approx(now_s - 20.0 - 1.0)}
+        assert ", which has ended; the next one is not agreed yet: " in "\n".join(lines_of(found))
+    after = report([*RUNS, *events, agreed], pages, 30.0)
+    assert (after["lost_s"], after["goodput"]) == (found["lost_s"], found["goodput"])
+    assert "has ended" not in "\n".join(lines_of(after))
+    commits = [*COMMITS, (9, 31.0)]
+    later = report([*RUNS, *events, agreed], {"h-1/0/a": RankStatus(9, 2, commits=commits)}, 31.0)
+    pace.read(commits)
+    assert later["lost_s"]["under_way"] == pytest.approx(pace.cost(31.0)) == pytest.approx(10.0)
+
+
+# SUMMARY-3
+def test_a_change_that_waits_adds_to_one_that_is_not_over() -> None:
+    commits = [*COMMITS, (9, 24.5), (10, 25.5)]
+    pages = {"h-1/0/a": RankStatus(10, 2, commits=commits)}
+    pace = Pace(8.0)
+    pace.read(COMMITS)
+    pace.begin(8, 20.5)
+    pace.read(commits)
+    waiting = event(26.0, "requested", newest_commit=[10, 25.5])
+    found = report([*RUNS, generation(20.5, 2, 8), waiting], pages, 30.0)["lost_s"]["under_way"]
+    first_s = pace.cost(26.0)
+    assert found == pytest.approx(first_s + pace.cost(30.0) - 1.0) == pytest.approx(3.5 + 3.5)
+
+
+# SUMMARY-3
+@pytest.mark.parametrize(
+    "events",
+    [
+        [event(20.3, "coordinator unreachable", reason="closed")],
+        [exited(20.3, 0, status=0), exited(20.3, 1, status=0)],  # at the end of the job
+        [event(19.5, "requested", newest_commit=[7, 19.0])],  # a step was committed since
+        [exited(20.3, 1), generation(20.5, 2, 8), change(20.6, 2, "killed", 0.1)],
+    ],
+)
+def test_no_change_is_under_way_while_steps_are_committed_nor_at_the_end(events: list[dict[str, Any]]) -> None:
+    found = report([*RUNS, *events], PAGES, 26.0)
+    assert (found["is_changing"], found["has_ended"]) == (False, False)
+    assert "under_way" not in found["lost_s"]
+
+
+# SUMMARY-3
+def test_a_host_of_spares_does_not_wait_for_a_change() -> None:
+    """Their agent requests the next record as soon as it has one."""
+    agreed = {**generation(12.0, 1, 0), "seats": [{"agent": "h-1", "host": "h", "seats": [[0, None, "spare"]]}]}
+    found = report([*STARTED, agreed, REQUESTED, exited(20.6, 0), change(21.0, 1, "start", 4.5)], {}, 26.0)
+    assert not found["is_changing"]
 
 
 def test_ranks_that_were_all_replaced_do_not_turn_the_time_before_into_a_loss() -> None:
