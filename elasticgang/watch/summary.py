@@ -13,12 +13,14 @@ SUMMARY-4  What the ranks report is read from their pages. Where there are none,
     have what was reported last, and the history of a page that starts late what was reported before (NUMBERLOG-1).
 SUMMARY-5  The step is the highest one known to be committed since the present generation began, also once the ranks of
     this host have exited. Steps of earlier generations beyond its first one are void: the job has gone back.
+SUMMARY-6  A seat of this host whose rank has exited is gone, and so are all seats of this host once its agent does not
+    run, and all seats of a job that has finished.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,7 @@ Event = Mapping[str, Any]
 
 NUM_CHANGES = 50
 _NO_EVENTS = "its events could not be written, or it was killed before it wrote any"
+_SEATS = ("active", "learner", "spare", "gone")
 _LAYOUTS = ("layout", "fallback_of")
 _KEPT = ("generation", "cause", "wall", "phases_ms", "checkpoint", "in_doubt", "layout_before", *_LAYOUTS)
 
@@ -63,7 +66,8 @@ class Summary:
         self._generation: Event | None = None
         self._is_settled = False  # the present generation has committed a step
         self._step = 0  # SUMMARY-5: from the events
-        self._seated: frozenset[str] = frozenset()  # the members of this host that train in the present generation
+        self._seated: dict[str, str] = {}  # the members of this host with a seat, and its status
+        self._gone: set[tuple[str | None, int]] = set()  # seats of this host: agent and local rank (SUMMARY-6)
         self._ended_at: float | None = None  # when this agent last saw that the present generation ends
         self._newest_commit: tuple[int, float] | None = None  # that the agent knew then
         self._beginnings: deque[float] = deque(maxlen=NUM_BEGINNINGS)  # of generations
@@ -97,12 +101,15 @@ class Summary:
                 self.pids.pop(event["member"], None)
                 self._local_ranks.pop(event["member"], None)
                 self._add_committed(*event.get("committed", (0, 0)))
-                self._add_end(event, ends=event["member"] in self._seated and event["status"] != 0)
+                status = self._seated.get(event["member"])
+                if status is not None:
+                    self._gone.add((self._agent, event["local_rank"]))
+                self._add_end(event, ends=status not in (None, "spare") and event["status"] != 0)
             case "requested":
-                self._add_end(event, ends=bool(self._seated))
+                self._add_end(event, ends=any(status != "spare" for status in self._seated.values()))
             case "generation":
                 self._generation, self._is_settled, self._step = event, False, event["committed"][0]
-                self._seated, self._ended_at = self._members_of(event), None
+                self._seated, self._gone, self._ended_at = self._members_of(event), set(), None
                 self._beginnings.append(event["t"])
                 self._add_saved(event)
                 step, at_s = event.get("counted_to") or (event["committed"][0], self._counted_to[1])
@@ -152,10 +159,12 @@ class Summary:
             "is_quarantined": event["is_quarantined"],
         }
 
-    def _members_of(self, generation: Event) -> frozenset[str]:
+    def _members_of(self, generation: Event) -> dict[str, str]:
         here = [host["seats"] for host in generation["seats"] if host["agent"] == self._agent]
-        trained = {local_rank for seats in here for local_rank, _, status in seats if status != "spare"}
-        return frozenset(member for member, local_rank in self._local_ranks.items() if local_rank in trained)
+        statuses = {local_rank: status for seats in here for local_rank, _, status in seats}
+        return {
+            member: statuses[local_rank] for member, local_rank in self._local_ranks.items() if local_rank in statuses
+        }
 
     def _add_end(self, event: Event, *, ends: bool) -> None:
         """SUMMARY-3. `ends`: whether the generation does."""
@@ -206,19 +215,29 @@ class Summary:
             lost["under_way"] = self._lost_under_way(commits, now_s, has_ended=has_ended)
         lost_s = sum(lost.values())
         tokens = [status.numbers["tokens"][1] for status in ranks.values() if "tokens" in status.numbers]
+        state = self._state(is_alive)
+
+        def status_of(agent: str, local_rank: int, status: str) -> str:
+            is_over = state["state"] == "finished" or (agent == self._agent and not is_alive)
+            if is_over or (agent, local_rank) in self._gone:  # SUMMARY-6
+                return "gone"
+            return "active" if status == "learner" and not has_learners else status  # SUMMARY-2
+
+        hosts = [self._host(host, ranks, status_of) for host in generation.get("seats", ())]
+        counts = Counter(seat["status"] for host in hosts for seat in host["seats"])
         return {
             "job": (self._started or {}).get("job"),
             "agent": self._agent,
             "host": (self._started or {}).get("host"),
-            **self._state(is_alive),
+            **state,
             "elapsed_s": round(elapsed_s, 3),
             "wall": (self._started or {}).get("wall", 0.0) + max(0.0, now_s - (self._started or {}).get("t", now_s)),
             "generation": generation.get("generation", 0),
             "is_changing": is_changing,
             "has_ended": has_ended,
             **{name: generation.get(name) for name in _LAYOUTS},
-            "seats": _seats(generation, has_learners),
-            "hosts": [self._host(host, ranks, has_learners) for host in generation.get("seats", ())],
+            "seats": {status: counts[status] for status in _SEATS},
+            "hosts": hosts,
             "step": step,
             "steps_per_s": round(rate, 4) if is_alive else 0.0,
             "last_commit_age_s": round(now_s - _newest(commits)[0], 3) if commits and is_alive else None,
@@ -288,13 +307,15 @@ class Summary:
             name: self._saved.get(name) for name in ("bytes", "duration_s", "path")
         }
 
-    def _host(self, host: Mapping[str, Any], ranks: Mapping[str, RankStatus], has_learners: bool) -> dict[str, Any]:
+    def _host(
+        self, host: Mapping[str, Any], ranks: Mapping[str, RankStatus], statuses: Callable[[str, int, str], str]
+    ) -> dict[str, Any]:
+        """`statuses`: of a seat, from its agent, its local rank, and its status when the generation began."""
         is_here = host["agent"] == self._agent
         here = {self._local_ranks[member]: status for member, status in ranks.items() if member in self._local_ranks}
         seats = []
         for local_rank, rank, status in host["seats"]:
-            is_active = status == "learner" and not has_learners
-            seat = {"local_rank": local_rank, "rank": rank, "status": "active" if is_active else status}
+            seat = {"local_rank": local_rank, "rank": rank, "status": statuses(host["agent"], local_rank, status)}
             if is_here and local_rank in here:
                 seat |= {"step": here[local_rank].step, "doing": here[local_rank].doing}
             seats.append(seat)
@@ -312,16 +333,6 @@ class Summary:
 def _process_of(started: Event) -> tuple[int, float]:
     """The agent's process: in containers, each one may have the same pid. An agent that rejoins goes on."""
     return started.get("pid", 0), started.get("monotonic", 0.0)
-
-
-def _seats(generation: Event, has_learners: bool) -> dict[str, int]:
-    """SUMMARY-2."""
-    active, learner, spare = (generation.get(status, 0) for status in ("active", "learner", "spare"))
-    return {
-        "active": active + (not has_learners) * learner,
-        "learner": has_learners * learner,
-        "spare": spare,
-    }
 
 
 def _newest(commits: Commits) -> tuple[float, int]:

@@ -13,7 +13,7 @@ from elasticgang.progress import bar, share
 
 _MAX_HOSTS = 16
 _LATE_STEPS = 10  # in the time of so many steps none was committed
-_MARKS = {"active": "", "learner": "L", "spare": "spare"}
+_MARKS = {"active": "", "learner": "L", "spare": "spare", "gone": "X"}
 
 
 def lines_of(status: Mapping[str, Any], num_changes: int = 5) -> Iterator[str]:

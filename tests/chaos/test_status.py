@@ -48,7 +48,7 @@ def test_the_status_follows_a_job_through_a_kill_to_its_end(tmp_path: Path) -> N
         found = json.loads(text)
         assert (code, found["state"], found["job"]) == (0, "running", f"job-{tmp_path.name}")
         assert found["step"] == HOLD
-        assert found["seats"] == {"active": 3, "learner": 0, "spare": 0}
+        assert found["seats"] == {"active": 3, "learner": 0, "spare": 0, "gone": 0}
         assert [seat["doing"] for seat in found["hosts"][0]["seats"]] == ["USER_CODE"] * 3
         assert found["numbers"]["index"] == HOLD - 1
         assert found["tokens_per_s"] > 0

@@ -132,7 +132,7 @@ def test_a_running_job() -> None:
     assert found["goodput"] == pytest.approx(1 - 4.5 / 12.25, abs=1e-4)
     assert found["lost_s"] == {"start": 4.5}
     assert found["phase_s"] == {"leave": 0.01, "abort": 0.0, "first_commit": 0.2}
-    assert found["seats"] == {"active": 2, "learner": 0, "spare": 1}
+    assert found["seats"] == {"active": 2, "learner": 0, "spare": 1, "gone": 0}
     assert found["healing"] == [{"local_rank": 1, "received_bytes": 30, "bytes": 120}]
     here, there = found["hosts"]
     assert here["is_here"]
@@ -172,13 +172,34 @@ def test_a_learner_is_active_once_its_generation_has_committed() -> None:
     events = [*RUNS, generation(20.1, 2, 8, learner=1)]
     found = report(events, PAGES, 20.2)
     assert found["is_changing"]
-    assert found["seats"] == {"active": 1, "learner": 1, "spare": 1}
+    assert found["seats"] == {"active": 1, "learner": 1, "spare": 1, "gone": 0}
     assert found["hosts"][0]["seats"][1]["status"] == "learner"
     pages = {member: RankStatus(9, 2, "WAITING", [*COMMITS, (9, 21.0)]) for member in PAGES}
     for known in (events, [*events, change(21.0, 2, "join", 0.1)]):
         found = report(known, pages, 21.1)
-        assert found["seats"] == {"active": 2, "learner": 0, "spare": 1}
+        assert found["seats"] == {"active": 2, "learner": 0, "spare": 1, "gone": 0}
         assert found["hosts"][0]["seats"][1]["status"] == "active"
+
+
+# SUMMARY-6
+def test_a_seat_whose_rank_has_exited_is_gone() -> None:
+    def counts(*events: dict[str, Any], is_alive: bool = True) -> tuple[int, int, int]:
+        found = report([*RUNS, *events], {}, 26.0, is_alive=is_alive)
+        statuses = [seat["status"] for host in found["hosts"] for seat in host["seats"]]
+        assert found["seats"] == {status: statuses.count(status) for status in ("active", "learner", "spare", "gone")}
+        return found["seats"]["active"], found["seats"]["spare"], found["seats"]["gone"]
+
+    again = event(20.5, "spawned", member="h-1/1/c", local_rank=1, pid=72)
+    assert counts() == (2, 1, 0)
+    assert counts(exited(20.3, 1)) == counts(exited(20.3, 1), again) == (1, 1, 1)
+    assert counts(exited(20.3, 1), again, generation(21.0, 2, 8)) == (2, 1, 0)
+    assert counts(exited(20.3, 1), again, generation(21.0, 2, 8), exited(22.0, 1)) == (2, 1, 0), "another one has it"
+    assert counts(exited(20.3, 1), {**STARTED[0], "t": 25.0, "agent": "h-9"}) == (1, 1, 1), "it rejoins"
+    assert counts(is_alive=False) == (0, 1, 2), "nobody here knows of other hosts"
+    assert counts(event(21.0, "exiting", step=8, code=0), is_alive=False) == (0, 0, 3)
+    lines = list(lines_of(report([*RUNS, exited(20.3, 1)], ONE_LEFT, 26.0)))
+    assert any(line.endswith(": 1 active, 1 spare, 1 gone") for line in lines)
+    assert "  h (h-1, this agent): 0 X1" in lines
 
 
 def test_of_many_hosts_those_that_differ_are_shown() -> None:
