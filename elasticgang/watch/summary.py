@@ -250,7 +250,7 @@ class Summary:
             "healed_bytes": self._healed_bytes,
             "healing": self._under_way({member: status.healing for member, status in ranks.items()}, "received_bytes"),
             "saving": self._under_way({member: status.saving for member, status in ranks.items()}, "written_bytes"),
-            "checkpoint": self._checkpoint(now_s),
+            "checkpoint": self._checkpoint(now_s if is_alive else None),
             "data_workers_lost": {kind: self._data_workers_lost[kind] for kind in DATA_WORKER_LOSSES},
             "device_faults": [self._device_faults[device] for device in sorted(self._device_faults, key=str)],
             "changes": list(self._changes),
@@ -298,13 +298,14 @@ class Summary:
             return {"state": "unknown", "reason": _NO_EVENTS}
         return {"state": "died", "reason": DIED}
 
-    def _checkpoint(self, now_s: float) -> dict[str, Any] | None:
-        """The newest complete one. What only a rank of its host knows is None."""
+    def _checkpoint(self, now_s: float | None) -> dict[str, Any] | None:
+        """The newest complete one. What only a rank of its host knows is None. `now_s`: None if the agent does not run:
+        its clock may have been that of another boot."""
         if self._saved is None:
             return None
-        age_s = round(max(0.0, now_s - self._saved["t"]), 3) if "t" in self._saved else None
+        age_s = None if now_s is None or "t" not in self._saved else round(max(0.0, now_s - self._saved["t"]), 3)
         return {"step": self._saved["step"], "age_s": age_s} | {
-            name: self._saved.get(name) for name in ("bytes", "duration_s", "path")
+            name: self._saved.get(name) for name in ("wall", "bytes", "duration_s", "path")
         }
 
     def _host(

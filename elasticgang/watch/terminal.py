@@ -84,10 +84,12 @@ def _lost(status: Mapping[str, Any]) -> str:
 
 
 def _checkpoint(saved: Mapping[str, Any]) -> str:
-    if saved["age_s"] is None:
+    if saved["wall"] is None:
         return f"step {saved['step']}"
+    at = datetime.fromtimestamp(saved["wall"]).strftime("%Y-%m-%d %H:%M:%S")
+    when = f"saved at {at}" if saved["age_s"] is None else f"{_span(saved['age_s'])} ago"
     size = f"{saved['bytes'] / 1e6:,.1f} MB in {saved['duration_s']:.1f} s"
-    return f"step {saved['step']}, {_span(saved['age_s'])} ago, {size}: {saved['path']}"
+    return f"step {saved['step']}, {when}, {size}: {saved['path']}"
 
 
 def _device(fault: Mapping[str, Any]) -> str:

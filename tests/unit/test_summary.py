@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -109,8 +110,15 @@ def test_the_newest_checkpoint_is_the_one_saved_here_or_the_one_that_the_record_
         return {**generation(at, 2, step), "saved": saved}
 
     here = event(30.0, "saved", step=20, generation=1, digest="d", path="/c/step-20", bytes=2_500_000, duration_s=1.25)
-    known = {"step": 20, "age_s": 10.0, "bytes": 2_500_000, "duration_s": 1.25, "path": "/c/step-20"}
-    elsewhere = {"step": 24, "age_s": None, "bytes": None, "duration_s": None, "path": None}
+    known = {
+        "step": 20,
+        "age_s": 10.0,
+        "wall": 1_000_030.0,
+        "bytes": 2_500_000,
+        "duration_s": 1.25,
+        "path": "/c/step-20",
+    }
+    elsewhere = {"step": 24, "age_s": None, "wall": None, "bytes": None, "duration_s": None, "path": None}
     assert checkpoint() is None
     for later in ([], [record(31.0, 22, 20)], [record(31.0, 22, None)]):
         assert checkpoint(here, *later) == known
@@ -119,6 +127,9 @@ def test_the_newest_checkpoint_is_the_one_saved_here_or_the_one_that_the_record_
     assert checkpoint(here, record(31.0, 0, None)) is None
     lines = list(lines_of(summary([*RUNS, here]).report(PAGES, 40.0, is_alive=True)))
     assert "  newest checkpoint: step 20, 0:00:10 ago, 2.5 MB in 1.2 s: /c/step-20" in lines
+    ended = list(lines_of(summary([*RUNS, here]).report({}, 4000.0, is_alive=False)))
+    at = datetime.fromtimestamp(1_000_030.0).strftime("%Y-%m-%d %H:%M:%S")
+    assert f"  newest checkpoint: step 20, saved at {at}, 2.5 MB in 1.2 s: /c/step-20" in ended
     told = list(lines_of(summary([*RUNS, record(31.0, 25, 24)]).report(PAGES, 40.0, is_alive=True)))
     assert "  newest checkpoint: step 24" in told
 
