@@ -419,7 +419,8 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "--log-dir",
         "--log_dir",
         metavar="DIR",
-        help="write events.jsonl there: the agent's actions, and one entry for each generation change",
+        help="write events.jsonl there: the agent's actions, and one entry for each generation change; each agent "
+        "needs a directory of its own",
     )
     for what, text in (
         ("status", "serve a page that shows the job, read-only"),

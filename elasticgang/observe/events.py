@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, TypeAlias
 
 from elasticgang.errors import OperationalError
+from elasticgang.observe import log_lock
 from elasticgang.observe.event_names import EventName
 
 MAX_FILES = 64
@@ -44,7 +45,7 @@ class EventLog:
         `MAX_BYTES`, and keep the newest `MAX_FILES` files beside them: nobody has given this directory the space.
 
         Raises:
-            OperationalError: the file cannot be created.
+            OperationalError: the file cannot be created, or another process writes to `directory` (LOGLOCK-1).
         """
         self._say = say
         self._changed = threading.Condition()
@@ -54,10 +55,12 @@ class EventLog:
         self._is_closing = False
         self._writer: _Writer | None = None
         self._thread: threading.Thread | None = None
+        self._lock: int | None = None  # a descriptor, which stays open until this process ends (LOGLOCK-1)
         if directory is None:
             return
         try:
             os.makedirs(directory, exist_ok=True)
+            self._lock = log_lock.hold(directory)
             file = open(os.path.join(directory, "events.jsonl"), "ab", buffering=0)  # noqa: SIM115
         except OSError as exc:
             raise OperationalError(f"cannot write events to --log-dir {directory}: {exc.strerror}") from exc

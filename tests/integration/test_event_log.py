@@ -1,16 +1,23 @@
-"""An event log whose disk takes nothing delays nobody, and says what it has dropped (EVENTLOG-1, EVENTLOG-2)."""
+"""An event log whose disk takes nothing delays nobody, and says what it has dropped (EVENTLOG-1, EVENTLOG-2). One agent
+at a time writes to a directory (LOGLOCK-1)."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from elasticgang.observe import events
+from elasticgang.errors import OperationalError
+from elasticgang.observe import events, log_lock
 from elasticgang.observe.events import EventLog
 from tests.chaos.training_scripts import training
 from tests.support import PROMPT_S, Job, wait_until
@@ -119,6 +126,76 @@ def test_the_end_does_not_wait_for_a_blocked_disk(pipe: Pipe, tmp_path: Path, mo
     (line,) = said
     assert line.endswith(f"events were not written to {pipe.path} within 0.05 s")
     assert 400 < int(line.split()[1]) <= 500
+
+
+WRITER = """
+import os, sys
+from elasticgang.observe.events import EventLog
+log = EventLog(sys.argv[1], print)
+if os.fork() == 0:  # as the fork server does: what it inherits must not keep the lock
+    os.close(1), os.read(0, 1), os._exit(0)
+print("writes", flush=True)
+sys.stdin.read(1)
+"""
+
+
+@contextmanager
+def writer(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that writes events to `directory`."""
+    command = [sys.executable, "-c", WRITER, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writes\n"
+        yield process
+        process.kill()
+
+
+# LOGLOCK-1
+def test_a_directory_is_one_agents_until_that_has_ended(tmp_path: Path) -> None:
+    refusal = f"another agent writes its events to --log-dir {tmp_path}: each agent needs a directory of its own"
+    assert log_lock.holder(str(tmp_path)) is None
+    with writer(tmp_path) as first:
+        for _ in range(2):
+            with pytest.raises(OperationalError, match=re.escape(refusal)):
+                EventLog(str(tmp_path), print)
+            assert log_lock.holder(str(tmp_path)) == first.pid
+        first.kill()  # its fork, which has inherited the descriptor, lives on
+        first.wait()
+        assert log_lock.holder(str(tmp_path)) is None
+        with writer(tmp_path) as second:
+            assert log_lock.holder(str(tmp_path)) == second.pid
+
+
+# LOGLOCK-2
+def test_a_reader_keeps_no_agent_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lockf(fd: int, operation: int) -> None:
+        pytest.fail("a lock is taken")
+
+    with writer(tmp_path) as process:
+        monkeypatch.setattr(fcntl, "lockf", lockf)
+        assert log_lock.holder(str(tmp_path)) == process.pid
+
+
+# LOGLOCK-3
+def test_events_are_written_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lockf(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    log = EventLog(str(tmp_path), print)
+    fill(log, 1)
+    log.close()
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
+    assert log_lock.holder(str(tmp_path)) is None
+
+
+# LOGLOCK-1
+@pytest.mark.timeout(240)
+def test_a_second_agent_with_the_same_directory_is_refused_before_its_job_starts(tmp_path: Path) -> None:
+    with writer(tmp_path), Job(tmp_path, training(tmp_path, steps=3)) as job:
+        assert job.wait() == 2
+        assert "each agent needs a directory of its own" in job.stderr
+    assert (tmp_path / "events.jsonl").read_bytes() == b""
 
 
 # EVENTLOG-1
