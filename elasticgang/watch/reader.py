@@ -2,6 +2,8 @@
 
 READER-1  No part of a job waits for a reader: it sends nothing, takes no lock, and maps the pages read-only.
 READER-2  Of a job whose events are incomplete, because the file was truncated, nothing is reported.
+READER-3  The pages are those of the agent's ranks: an agent in another container or on another host has its own process
+    ids, which may be those of other ranks here. Nor is its CLOCK_MONOTONIC that of another host.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from elasticgang.observe import log_lock
 from elasticgang.observe.event_file import LineReader, parse_event
 from elasticgang.process.status_page import StatusPage
 from elasticgang.watch.summary import RankStatus, Summary
@@ -19,13 +22,13 @@ from elasticgang.watch.summary import RankStatus, Summary
 
 class JobReader:
     """`on_reported`: gets what the events have of the history, at the first `read` (SUMMARY-4). `is_alive`: whether the
-    agent runs. `warn` is called for a line of the file that is no event, `on_event` for all
+    agent runs; None: nobody knows. `warn` is called for a line of the file that is no event, `on_event` for all
     others. `offset`: the bytes of the file that are of earlier jobs."""
 
     def __init__(
         self,
         path: Path,
-        is_alive: Callable[[], bool],
+        is_alive: Callable[[], bool | None],
         warn: Callable[[str], None],
         on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
         offset: int = 0,
@@ -48,9 +51,12 @@ class JobReader:
         self._read_events()
         if self._truncated_at is not None:
             raise OSError(errno.ESTALE, "it was truncated while the job ran", str(self._path))
-        ranks = self._read_pages() if is_alive else {}
+        holder = log_lock.holder(str(self._path.parent))
+        is_here = holder is None or holder == self._summary.agent_pid  # READER-3
+        ranks = self._read_pages() if is_alive and is_here else {}
+        now_s = time.monotonic() if is_here else self._summary.clock_at(time.time())
         try:
-            return self._summary.report(ranks, time.monotonic(), is_alive=is_alive)
+            return self._summary.report(ranks, now_s, is_alive=is_alive)
         except (AttributeError, LookupError, TypeError, ValueError) as exc:
             raise OSError(errno.EBADMSG, f"it has an event of another version: {exc!r}", str(self._path)) from exc
 

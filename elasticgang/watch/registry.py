@@ -3,6 +3,8 @@
 LISTED-1  An agent holds a lock on its file for as long as it lives. The kernel releases it, however the agent ends.
 LISTED-2  Only the owner can write into the directory. An agent without such a directory runs unlisted, and a directory
     of another user lists nothing.
+LISTED-3  An agent that is not listed here runs if the directory of its events is locked (LOGLOCK-1). Otherwise nobody
+    knows: it has ended, or it runs where its lock is not seen.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 
 from elasticgang.environment import is_own_directory, run_dir
 from elasticgang.errors import OperationalError
+from elasticgang.observe import log_lock
 
 EVENTS = "events.jsonl"
 _SUFFIX = ".agent.json"
@@ -73,9 +76,9 @@ def _make(directory: Path) -> None:
         raise OperationalError(f"{directory} must be a directory that only this user can write to")
 
 
-def find(what: str | None) -> list[tuple[Path, Callable[[], bool]]]:
-    """The event files of the agents to show, and whether each agent runs. `what`: a job's name, or the directory or
-    file of its events; None for all agents that run."""
+def find(what: str | None) -> list[tuple[Path, Callable[[], bool | None]]]:
+    """The event files of the agents to show, and whether each agent runs; None: nobody knows. `what`: a job's name, or
+    the directory or file of its events; None for all agents that run."""
     listed = _listed()
     if what is None:
         chosen = [each for each in listed if each[1].is_alive]
@@ -84,14 +87,15 @@ def find(what: str | None) -> list[tuple[Path, Callable[[], bool]]]:
         directory = path.parent if path.name == EVENTS else path
         chosen = [each for each in listed if each[1].log_dir == directory][-1:]  # the newest writes to it
         if not chosen:
-            return [(found, lambda: False) for found in (path, path / EVENTS) if found.is_file()]
+            found = [each for each in (path, path / EVENTS) if each.is_file()]
+            return [(each, functools.partial(_is_unlisted_alive, each)) for each in found]
     return [(agent.log_dir / EVENTS, functools.partial(_is_alive, path)) for path, agent in chosen]
 
 
 def is_running(path: Path) -> bool | None:
-    """Whether the newest agent that writes this event file runs. None: no agent is listed for it."""
+    """Whether the newest agent that writes this event file runs. None: nobody knows."""
     agents = [agent for _, agent in _listed() if agent.log_dir / EVENTS == path.absolute()]
-    return agents[-1].is_alive if agents else None
+    return agents[-1].is_alive if agents else _is_unlisted_alive(path)
 
 
 def newest(what: str | None) -> Path | None:
@@ -112,6 +116,12 @@ def _listed() -> list[tuple[Path, ListedAgent]]:
         paths = list(run_dir().glob(f"*{_SUFFIX}")) if is_own_directory(run_dir()) else []
     found = [(path, agent) for path in paths if (agent := _read(path)) is not None]
     return sorted(found, key=lambda each: each[1].began_at)
+
+
+def _is_unlisted_alive(events: Path) -> bool | None:
+    """LISTED-3. Another file beside the events has older ones, or those of a copy."""
+    is_held = events.name == EVENTS and log_lock.holder(str(events.parent)) is not None
+    return True if is_held else None
 
 
 def _is_alive(path: Path) -> bool:

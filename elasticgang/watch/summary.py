@@ -33,6 +33,7 @@ Event = Mapping[str, Any]
 NUM_CHANGES = 50
 _NO_EVENTS = "its events could not be written, or it was killed before it wrote any"
 _SEATS = ("active", "learner", "spare", "gone")
+_NOT_SEEN = "no agent that writes its events is seen from here: it has ended, or it runs elsewhere"
 _LAYOUTS = ("layout", "fallback_of")
 _KEPT = ("generation", "cause", "wall", "phases_ms", "checkpoint", "in_doubt", "layout_before", *_LAYOUTS)
 
@@ -195,8 +196,18 @@ class Summary:
         if known > generation["committed"][0] or (named is not None and named > known):
             self._saved = None if named is None else {"step": named}
 
-    def report(self, ranks: Mapping[str, RankStatus], now_s: float, *, is_alive: bool) -> dict[str, Any]:
-        """`ranks`: the pages by member. `now_s`: CLOCK_MONOTONIC seconds. `is_alive`: whether the agent runs."""
+    @property
+    def agent_pid(self) -> int | None:
+        """None: the agent has not started yet."""
+        return None if self._started is None else self._started["pid"]
+
+    def clock_at(self, wall: float) -> float:
+        """The agent's CLOCK_MONOTONIC at that time, as far as its last event tells."""
+        return 0.0 if self._last is None else self._last["t"] + max(0.0, wall - self._last["wall"])
+
+    def report(self, ranks: Mapping[str, RankStatus], now_s: float, *, is_alive: bool | None) -> dict[str, Any]:
+        """`ranks`: the pages by member. `now_s`: CLOCK_MONOTONIC seconds. `is_alive`: whether the agent runs; None:
+        nobody knows."""
         generation: Event = self._generation or {}
         began_s = 0.0 if self._started is None else self._started["monotonic"]
         if not is_alive and self._last is not None:
@@ -207,8 +218,8 @@ class Summary:
         seen = (status.step for status in ranks.values() if self._is_present(status.generation))
         step = max(self._step, self._exiting.get("step", 0), *seen)
         has_learners = not self._is_settled and step <= began_at
-        has_ended = is_alive and self._ended_at is not None and _newest(commits)[0] <= self._ended_at
-        is_changing = is_alive and (has_ended or not self._is_settled)
+        has_ended = bool(is_alive) and self._ended_at is not None and _newest(commits)[0] <= self._ended_at
+        is_changing = bool(is_alive) and (has_ended or not self._is_settled)
         rate = steps_per_second(commits, generation.get("t", 0.0))
         lost: dict[str, float] = dict(self._lost_s)
         if is_changing and self._started is not None:
@@ -218,7 +229,7 @@ class Summary:
         state = self._state(is_alive)
 
         def status_of(agent: str, local_rank: int, status: str) -> str:
-            is_over = state["state"] == "finished" or (agent == self._agent and not is_alive)
+            is_over = state["state"] == "finished" or (agent == self._agent and is_alive is False)
             if is_over or (agent, local_rank) in self._gone:  # SUMMARY-6
                 return "gone"
             return "active" if status == "learner" and not has_learners else status  # SUMMARY-2
@@ -285,7 +296,7 @@ class Summary:
         lost_s = seconds_lost(since, newest, step_s, now_s)
         return before_s + (lost_s if newest is not None else max(0.0, lost_s - step_s))
 
-    def _state(self, is_alive: bool) -> dict[str, Any]:
+    def _state(self, is_alive: bool | None) -> dict[str, Any]:
         if self._end is not None:
             return {"state": self._end["event"], "reason": self._end.get("reason", "")}
         if is_alive:
@@ -296,6 +307,8 @@ class Summary:
             return {"state": "stopped", "reason": f"the agent was stopped by {self._signal['signal']}"}
         if self._last is None:
             return {"state": "unknown", "reason": _NO_EVENTS}
+        if is_alive is None:
+            return {"state": "unknown", "reason": _NOT_SEEN}
         return {"state": "died", "reason": DIED}
 
     def _checkpoint(self, now_s: float | None) -> dict[str, Any] | None:

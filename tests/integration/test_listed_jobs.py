@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +18,9 @@ from elasticgang.environment import RUN_DIR
 from elasticgang.errors import OperationalError
 from elasticgang.launch.cli import main
 from elasticgang.watch import registry
-from tests.support import Command
+from elasticgang.watch.reader import JobReader
+from tests.support import DEADLINE_S, Command
+from tests.unit.test_summary import STARTED, generation
 
 AGENT = """
 import os, sys
@@ -45,7 +48,7 @@ def agent(job: str, *log_dir: str) -> Iterator[tuple[subprocess.Popen[str], Path
         process.kill()
 
 
-def alive(what: str | None = None) -> list[tuple[Path, bool]]:
+def alive(what: str | None = None) -> list[tuple[Path, bool | None]]:
     return [(path, is_alive()) for path, is_alive in registry.find(what)]
 
 
@@ -158,7 +161,79 @@ def test_events_of_an_unlisted_job_are_found_by_their_directory(tmp_path: Path) 
     events = tmp_path / "events.jsonl"
     assert alive(str(tmp_path)) == []
     events.touch()
-    assert alive(str(tmp_path)) == alive(str(events)) == [(events, False)]
+    assert alive(str(tmp_path)) == alive(str(events)) == [(events, None)]
+
+
+UNLISTED = """
+import sys
+from elasticgang.observe import log_lock
+from elasticgang.process.status_page import StatusPage
+log_lock.hold(sys.argv[1])
+StatusPage(StatusPage.create()).commit(5, 1)
+print(flush=True)
+sys.stdin.read(1)
+"""
+
+
+@contextmanager
+def unlisted(log_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """An agent that writes to `log_dir`, and is not listed, and its rank, which has committed five steps."""
+    log_dir.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", UNLISTED, str(log_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def write_start(log_dir: Path, pid: int, rank_pid: int) -> None:
+    """`pid`: of the agent."""
+    seats = [{"agent": "h-1", "host": "h", "seats": [[0, 0, "active"]]}]
+    started = [
+        {**STARTED[0], "pid": pid},
+        {**STARTED[1], "pid": rank_pid},
+        {**generation(12.0, 1, 0), "seats": seats},
+    ]
+    (log_dir / registry.EVENTS).write_text("".join(json.dumps(each) + "\n" for each in started))
+
+
+# LISTED-3
+def test_an_agent_that_is_not_listed_runs_while_it_has_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(directory: Path) -> tuple[int, str]:
+        code = main(["status", str(directory)])
+        return code, capsys.readouterr().out.partition("\n")[0]
+
+    log, copy = tmp_path / "log", tmp_path / "copy"
+    with unlisted(log) as process:
+        write_start(log, process.pid, process.pid)
+        shutil.copytree(log, copy)
+        assert said(log) == (0, "job demo: running")
+        shutil.copy(log / registry.EVENTS, log / "events.jsonl.1")
+        assert said(log / "events.jsonl.1")[1].startswith("job demo: unknown"), "it is not the one that grows"
+        assert registry.is_running(log / registry.EVENTS) is True
+        process.kill()
+        process.wait()
+        for directory in (log, copy):
+            code, line = said(directory)
+            assert (code, line.partition(" (")[0]) == (1, "job demo: unknown")
+            assert "it has ended, or it runs elsewhere" in line
+            assert registry.is_running(directory / registry.EVENTS) is None
+
+
+# READER-3
+def test_the_ranks_of_an_agent_elsewhere_are_not_looked_for_here(tmp_path: Path) -> None:
+    """Its process ids are those of other processes here."""
+    with unlisted(tmp_path) as process:
+        for pid, step in ((process.pid, 5), (process.pid + 1, 0)):
+            write_start(tmp_path, pid, process.pid)
+            ((path, is_alive),) = registry.find(str(tmp_path))
+            found = JobReader(path, is_alive, pytest.fail).read()
+            assert (found["state"], found["step"]) == ("running", step)
+    elapsed_s = time.time() - (STARTED[0]["wall"] - STARTED[0]["t"] + STARTED[0]["monotonic"])
+    assert found["elapsed_s"] == pytest.approx(elapsed_s, abs=DEADLINE_S), "by the clock of the agent's host"
 
 
 def test_the_files_of_jobs_that_ended_long_ago_are_deleted(run_dir: Path) -> None:

@@ -377,6 +377,16 @@ def test_an_agent_that_has_left_no_events_is_unknown() -> None:
     assert next(lines_of(report([], {}, 11.0))) == "a job that has not started: starting"
 
 
+def test_an_agent_that_nobody_sees_is_unknown_unless_its_events_tell_its_end() -> None:
+    def found(*events: dict[str, Any]) -> dict[str, Any]:
+        return summary([*RUNS, *events]).report({}, 11.0, is_alive=None)
+
+    assert (found()["state"], found()["is_changing"]) == ("unknown", False)
+    assert found()["seats"]["active"] == 2, "as it was last known"
+    assert next(lines_of(found())).startswith("job demo: unknown (no agent that writes its events is seen from here")
+    assert found(event(21.0, "exiting", step=8, code=0))["state"] == "finished"
+
+
 def test_a_job_that_starts_has_nothing_to_show() -> None:
     for events in ([], STARTED):
         found = report(events, {}, 11.0)
