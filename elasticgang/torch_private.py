@@ -260,6 +260,12 @@ def local_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return tuple(shape), tuple(start)
 
 
+def own_buffers(module: Any) -> tuple[dict[str, Tensor | None], set[str]]:
+    """The buffers of a module itself, and the names of those that are not persistent. The caller may change both: the
+    public `register_buffer` cannot remove one."""
+    return module._buffers, module._non_persistent_buffers_set
+
+
 def stored_values(tensor: Tensor) -> Tensor:
     """The stored elements of a sparse tensor. Unlike `values`, it accepts an uncoalesced one."""
     return tensor._values()

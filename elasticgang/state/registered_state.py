@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from elasticgang.errors import WireError
 from elasticgang.state import memory_reserve, staging, transport
+from elasticgang.state.buffers import Buffers, HeldBuffers
 from elasticgang.state.dtensor import like, local, locally
 from elasticgang.state.memory_reserve import MemoryReserve
 from elasticgang.state.optimizer_settings import (
@@ -91,6 +92,7 @@ class RegisteredState:
         self._optimizers: dict[str, Stateful] = {}
         self._others: dict[str, Stateful] = {}
         self.snapshot: dict[str, Any] = {}
+        self._held: list[HeldBuffers] = []  # with the snapshot
         self.written: Any = None
 
     def register(self, name_of: Callable[[str], str] | None = None, /, **objects: object) -> None:
@@ -146,6 +148,10 @@ class RegisteredState:
                 )
             named[name] = item
         return named
+
+    def _buffers(self, name: str) -> Buffers:
+        module = self._modules[name]
+        return Buffers(module, self._name_of.get(name, str), self._named(name, module.named_buffers()))
 
     def _extra_states(self, name: str, module: nn.Module) -> dict[str, Stateful]:
         """REGISTERED-4. Raises TypeError: one cannot be sent."""
@@ -215,9 +221,12 @@ class RegisteredState:
 
     def keep_snapshot(self) -> None:
         self.snapshot = self.small(cloned=True)
+        self._held = list(map(HeldBuffers, self._modules.values()))
         self.written = staging.device.mark()
 
     def restore(self) -> None:
+        for held in self._held:  # BUFFERS-1
+            held.put_back()
         self.load_small(self.snapshot)
 
     def load(self, state: dict[str, Any]) -> None:
@@ -228,10 +237,10 @@ class RegisteredState:
 
     def check_small(self, small: dict[str, Any]) -> None:
         """Raises KeyError, TypeError, AttributeError or WireError: it is no small state of these objects."""
-        for name, buffers in small["buffers"].items():
-            present = self._named(name, self._modules[name].named_buffers())
-            for key, value in buffers.items():
-                _check_alike(f"buffer {key!r} of {name!r}", value, local(present[key]))
+        for name, values in small["buffers"].items():
+            buffers = self._buffers(name)
+            for key, value in values.items():
+                buffers.check(key, value)
         for name in small["others"]:
             self._others[name]
         for name, groups in small.get("settings", {}).items():
@@ -337,11 +346,8 @@ class RegisteredState:
 
     def load_small(self, small: dict[str, Any]) -> None:
         with torch.no_grad():
-            for name, buffers in small["buffers"].items():
-                present = self._named(name, self._modules[name].named_buffers())
-                for key, value in buffers.items():
-                    own = local(present[key])
-                    _once(own, own).copy_(_once(local(value), own))
+            for name, values in small["buffers"].items():
+                self._buffers(name).load(values)
             for name, groups in small.get("settings", {}).items():  # no checkpoint has them here
                 for group, settings in zip(groups_of(self._optimizers[name]), groups, strict=False):
                     set_settings(group, settings)
@@ -387,14 +393,6 @@ class RegisteredState:
             optimizer.load_state_dict(placed)
             _keep_dtypes(name, placed["state"], optimizer)
         writer.finish()
-
-
-def _once(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor` without the dimensions in which `like` is expanded: torch copies into no tensor that repeats memory."""
-    for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def is_extra_state(name: str) -> bool:

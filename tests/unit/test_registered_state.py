@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elasticgang.errors import WireError
 from elasticgang.state.registered_state import RegisteredState
 from elasticgang.state.serialization import flatten, unflatten
 
@@ -119,3 +120,96 @@ def test_a_buffer_that_is_expanded_takes_its_values(dropped: bool) -> None:
     registered.restore() if dropped else registered.load(state)
     assert mask.tolist() == [[float(row)] * 4 for row in range(3)]
     assert mask.stride() == (1, 0)
+
+
+class Rotary(nn.Module):
+    """Makes its table anew for a longer sequence, as models that cache one do."""
+
+    table: Tensor
+    mask: Tensor | None
+    alias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 1
+        self.register_buffer("table", torch.ones(1))
+        self.register_buffer("alias", self.table, persistent=False)
+        self.register_buffer("mask", None)
+        self.register_buffer("codes", torch.tensor([1, 2]))
+
+    def grow(self, length: int) -> None:
+        self.length = length
+        self.register_buffer("table", torch.arange(float(length)))
+        self.register_buffer("mask", torch.ones(length), persistent=False)
+        self.register_buffer("further", torch.zeros(length), persistent=False)
+        self.register_buffer("codes", torch.tensor([3], dtype=torch.int8))
+
+
+def registered_rotary() -> tuple[nn.Sequential, Rotary, RegisteredState]:
+    rotary, registered = Rotary(), RegisteredState()
+    model = nn.Sequential(nn.Linear(2, 2), rotary)
+    registered.register(model=model)
+    registered.begin_step()
+    return model, rotary, registered
+
+
+# BUFFERS-1
+def test_a_dropped_step_puts_back_the_tensors_that_it_has_replaced() -> None:
+    model, rotary, registered = registered_rotary()
+    before, keys = dict(model.named_buffers(remove_duplicate=False)), model.state_dict().keys()
+    rotary.table += 6
+    rotary.grow(4)
+    del rotary.alias
+    registered.restore()
+    after = dict(model.named_buffers(remove_duplicate=False))
+    assert after.keys() == before.keys() == {"1.table", "1.alias", "1.codes"}
+    assert all(after[name] is tensor for name, tensor in before.items())
+    assert (rotary.table.tolist(), rotary.codes, rotary.mask) == ([1.0], before["1.codes"], None)
+    assert rotary.length == 1
+    assert not hasattr(rotary, "further")
+    assert model.state_dict().keys() == keys
+
+
+def test_a_step_that_replaces_no_buffer_keeps_the_attributes_of_its_modules() -> None:
+    _, rotary, registered = registered_rotary()
+    rotary.length = 7
+    registered.restore()
+    assert rotary.length == 7
+
+
+# BUFFERS-2
+def test_a_buffer_takes_a_value_of_another_shape_or_dtype_and_one_that_it_has_not() -> None:
+    source, rotary, registered = registered_rotary()
+    rotary.grow(4)
+    registered.begin_step()
+    state = state_of(registered)
+    model, healed, learner = registered_rotary()
+    learner.check_small(state["small"])
+    learner.load(state)
+    expected = dict(source.named_buffers())
+    assert expected.keys() == {"1.table", "1.alias", "1.mask", "1.codes", "1.further"}
+    for name, tensor in dict(model.named_buffers(remove_duplicate=False)).items():
+        assert (tensor.dtype, tensor.tolist()) == (expected[name].dtype, expected[name].tolist()), name
+    healed.grow(2)
+    learner.restore()  # to what was healed
+    assert {name: tensor.tolist() for name, tensor in model.named_buffers()} == {
+        name: tensor.tolist() for name, tensor in expected.items()
+    }
+
+
+# BUFFERS-2
+def test_names_of_one_buffer_have_its_new_tensor() -> None:
+    _, rotary, registered = registered_rotary()
+    rotary.table = rotary.alias = torch.arange(3.0)
+    registered.begin_step()
+    _, healed, learner = registered_rotary()
+    learner.load(state_of(registered))
+    assert healed.alias is healed.table
+    assert healed.table.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_buffer_without_a_place_is_refused() -> None:
+    _, _, registered = registered_rotary()
+    for name in ("2.table", "1.grow"):
+        with pytest.raises(WireError, match=f"only the source's module has the buffer '{name}'"):
+            registered.check_small({"buffers": {"model": {name: torch.ones(1)}}, "others": {}})
