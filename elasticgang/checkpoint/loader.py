@@ -8,6 +8,8 @@ LOADER-4  A checkpoint without any extra state of modules, as versions before RE
     same: the modules keep theirs.
 LOADER-5  What an optimizer keeps of a sharded parameter is sharded if it has the parameter's shape. Of a parameter with
     one element that may be a plain tensor too, such as a count: it is sharded if both were saved in the same placement.
+LOADER-6  What a registered object has of a DTensor is read as the DTensor that this job's object has in the same place
+    of its state. Where ranks hold parts of the model, an object that has none there is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from elasticgang.checkpoint.block_reader import BlockReader, CheckpointReader
 from elasticgang.checkpoint.manifest import INVALID, Manifest, TensorEntry
 from elasticgang.checkpoint.names import without_axes
-from elasticgang.checkpoint.placed import Seated, name_tensors, names_of_owned, place
+from elasticgang.checkpoint.placed import Seated, is_plain, name_tensors, names_of_owned, place
 from elasticgang.checkpoint.saved_objects import PER_PARAMETER, ModelMismatch, SavedObjects, SavedOptimizer
 from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError
@@ -31,6 +33,7 @@ from elasticgang.layout import MODEL_AXES
 from elasticgang.protocol.coverage import Coverage
 from elasticgang.state.registered_state import is_extra_state
 from elasticgang.state.serialization import unflatten
+from elasticgang.torch_private import like_dtensor
 
 log = logging.getLogger("elasticgang")
 
@@ -63,7 +66,11 @@ def state_of(reader: BlockReader, state: dict[str, Any], seated: Seated) -> tupl
         present_others = _without_unsaved_extra(set(saved.others), state["others"])
         _check_names("registered object", set(saved.others), present_others, has_all=has_all)
         read = {kind: _read_like(reader, state[kind], seated) for kind in ("parameters", "buffers")}
-        others = {name: unflatten(saved.others[name], Whole(reader)) for name in sorted(present_others)}  # type: ignore[arg-type]
+        entries = _Entries(reader)
+        others = {
+            name: _read_object(reader, unflatten(saved.others[name], entries), state["others"][name], seated)  # type: ignore[arg-type]
+            for name in sorted(present_others)
+        }
         optimizers = {
             name: _Optimizer(reader, name, state, saved.optimizers[name], seated).read(has_all=has_all)
             for name in state["optimizers"]
@@ -161,6 +168,29 @@ def _read_like(reader: BlockReader, tree: dict[str, Any], seated: Seated) -> dic
 def _read_placed(reader: BlockReader, name: str, tensor: Tensor, seated: Seated) -> Tensor:
     here = place(name, tensor, seated)
     return reader.read(reader.entry(here.name), here.start, here.shape)
+
+
+def _read_object(reader: BlockReader, tree: Any, live: Any, seated: Seated) -> Any:
+    """The state of a registered object (LOADER-6). `live`: this job's own, or None where it has nothing."""
+    if isinstance(tree, TensorEntry):
+        if not isinstance(live, DTensor):
+            if seated.layout.unit > 1 and not is_plain(tree):
+                raise ModelMismatch(
+                    f"{tree.name} is a DTensor in it, and no DTensor in this job's object before the first step"
+                )
+            return reader.read(tree, (0,) * len(tree.shape), tree.shape)
+        here = place("", live, seated)
+        if tree.shape != here.whole:
+            raise ModelMismatch(f"{tree.name} is {list(tree.shape)} in it, but {list(here.whole)} in this job")
+        return like_dtensor(reader.read(tree, here.start, here.shape), live)
+    if isinstance(tree, dict):
+        own = live if isinstance(live, dict) else {}
+        return {key: _read_object(reader, value, own.get(key), seated) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        items = [*live[: len(tree)]] if isinstance(live, list | tuple) else []
+        items += [None] * (len(tree) - len(items))
+        return type(tree)(_read_object(reader, item, own, seated) for item, own in zip(tree, items, strict=True))
+    return tree
 
 
 class _Optimizer:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elasticgang.checkpoint.manifest import DTYPES
+from elasticgang.checkpoint.manifest import DTYPES, TensorEntry
 from elasticgang.checkpoint.names import replace_names
 from elasticgang.errors import NotSupportedError
 from elasticgang.layout import MODEL_AXES, Axes, ParallelLayout
@@ -33,6 +33,7 @@ from elasticgang.torch_private import local_block
 MODULE_KINDS = ("parameters", "buffers")
 KINDS = (*MODULE_KINDS, "optimizers", "others")
 KEYS = "keys"
+_REPLICATED = "replicated"  # a placement: every seat has the same
 
 
 def place_name(model: Model) -> str:
@@ -88,7 +89,7 @@ def place(name: str, tensor: Tensor, seated: Seated) -> Placed:
         shape = tuple(tensor.shape)
         scope = seated.scope()
         start = (0,) * len(shape)
-        return Placed(f"{name}{scope}", tensor.detach(), dtype, shape, start, scope or "replicated", True)
+        return Placed(f"{name}{scope}", tensor.detach(), dtype, shape, start, scope or _REPLICATED, True)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     names = mesh.mesh_dim_names or ()
     block = None if coordinate is None else local_block(tensor)
@@ -102,6 +103,11 @@ def place(name: str, tensor: Tensor, seated: Seated) -> Placed:
     is_owner = not any(coordinate[dim] for dim in alike)
     placement = ", ".join(f"{names[dim] if names else dim}: {each}" for dim, each in enumerate(tensor.placements))
     return Placed(f"{name}{seated.scope(covered)}", part, dtype, tuple(tensor.shape), start, placement, is_owner)
+
+
+def is_plain(entry: TensorEntry) -> bool:
+    """Whether the tensor was saved as a plain one."""
+    return entry.placement == _REPLICATED or entry.placement.startswith("@")
 
 
 def _extent(name: str, tensor: DTensor, seated: Seated) -> tuple[tuple[str, ...], list[int]]:

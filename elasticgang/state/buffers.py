@@ -9,11 +9,10 @@ BUFFERS-2  A buffer takes a value of another shape or dtype, or one that it has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from elasticgang.errors import WireError
 from elasticgang.state.dtensor import local
@@ -67,14 +66,11 @@ class Buffers:
     def __init__(self, module: nn.Module, name_of: Callable[[str], str], present: Mapping[str, Tensor]) -> None:
         self._module, self._name_of, self._present = module, name_of, present
 
-    def check(self, name: str, value: Tensor) -> None:
-        """Raises WireError: `load` cannot give the buffer this value."""
-        own = self._present.get(name)
-        if own is None:
-            self._place(name)
-        elif isinstance(own, DTensor) and not _is_alike(value, own):
-            theirs, mine = (f"{list(each.shape)} of {str(each.dtype)[6:]}" for each in (value, local(own)))
-            raise WireError(f"the part of the buffer {name!r} is {theirs} at the source, and {mine} here")
+    def check(self, names: Iterable[str]) -> None:
+        """Raises WireError: `load` has no place for a buffer of these names."""
+        for name in names:
+            if name not in self._present:
+                self._place(name)
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """BUFFERS-2. Raises WireError: the module has no place for one."""

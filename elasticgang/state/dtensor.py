@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from elasticgang.errors import WireError
 from elasticgang.torch_private import like_dtensor, shard, stored_values
 
 
@@ -54,6 +55,36 @@ def like(part: Any, parameter: Tensor) -> Any:
     if part.shape != shard(parameter).shape:
         return part
     return like_dtensor(part, parameter)
+
+
+class Part(NamedTuple):
+    """The local part of a DTensor of a peer."""
+
+    tensor: Tensor
+
+
+def placed_like(tree: Any, own: Any, path: str) -> Any:
+    """`tree` with each `Part` as a DTensor that is placed like the one in the same place of `own`. `path`: what both
+    are called.
+
+    Raises:
+        WireError: one of both has a DTensor where the other has none, or another part of one.
+    """
+    if isinstance(tree, Part):
+        if isinstance(own, DTensor) and shard(own).shape == tree.tensor.shape:
+            return like_dtensor(tree.tensor, own)
+        here = f"{list(shard(own).shape)}" if isinstance(own, DTensor) else "no DTensor"
+        raise WireError(f"{path} is a DTensor at the source, whose part is {list(tree.tensor.shape)}, and {here} here")
+    if isinstance(tree, Tensor) and isinstance(own, DTensor):
+        raise WireError(f"{path} is no DTensor at the source, but one here")
+    if isinstance(tree, dict):
+        mine = own if isinstance(own, dict) else {}
+        return {key: placed_like(value, mine.get(key), f"{path}[{key!r}]") for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        items = own if isinstance(own, list | tuple) else ()
+        padded = [*items[: len(tree)], *([None] * (len(tree) - len(items)))]
+        return type(tree)(placed_like(*each, f"{path}[{at}]") for at, each in enumerate(zip(tree, padded, strict=True)))
+    return tree
 
 
 def stored(tensor: Tensor, *, summed: bool = False) -> Tensor:

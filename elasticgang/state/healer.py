@@ -68,7 +68,7 @@ class Healer:
             cancelled,
             self._received,
             self._state.num_bytes,
-            self._state.check_small,
+            self._state.placed,
         )
         state = fetch.run()
         if state is None:
@@ -98,7 +98,7 @@ class Healer:
     ) -> Callable[[], None] | None:
         """The small state after the step's forward: returns what loads it. None: these sources cannot deliver it."""
         fetch = striped_fetch.StripedFetch(
-            self._authenticator, sources, num_at_once, attempt, cancelled, None, check_small=self._state.check_small
+            self._authenticator, sources, num_at_once, attempt, cancelled, None, place_small=self._state.placed
         )
         state = fetch.run()
         return None if state is None else functools.partial(self._state.load_small, state["small"])

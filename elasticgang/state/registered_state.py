@@ -19,6 +19,8 @@ REGISTERED-6  The settings of an optimizer, such as its learning rate, are small
     have beside the parameters. The script may set them in a step, before `optim.step`, and a learner that heals there
     applies the step with those of its source. They are no part of the large state, because holders of one attempt may
     differ in them while a step runs.
+REGISTERED-7  Of a DTensor in small state a rank sends its part, and tells that it is one. The healer takes it into a
+    DTensor that is placed like its own one in the same place of the state. Where it has none, it refuses the state.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from elasticgang.errors import WireError
 from elasticgang.state import memory_reserve, staging, transport
 from elasticgang.state.buffers import Buffers, HeldBuffers
-from elasticgang.state.dtensor import like, local, locally
+from elasticgang.state.dtensor import Part, like, local, locally, placed_like
 from elasticgang.state.memory_reserve import MemoryReserve
 from elasticgang.state.optimizer_settings import (
     check_groups,
@@ -235,12 +237,25 @@ class RegisteredState:
         self.load_small(state["small"])
         self.keep_snapshot()
 
+    def placed(self, spec: Any, tensors: Sequence[Tensor], divided: Sequence[int]) -> dict[str, Any]:
+        """A peer's small state as this rank's (REGISTERED-7). `spec`, `tensors`: as of `flatten`. `divided`: which of
+        the tensors are local parts of DTensors there. Raises as `check_small`."""
+        parts: list[Any] = list(tensors)
+        for number in divided:
+            parts[number] = Part(parts[number])
+        small: dict[str, Any] = unflatten(spec, parts)
+        own = self.small(cloned=False)
+        for kind, what in (("buffers", "the buffers of"), ("others", "the state of")):
+            small[kind] = {
+                name: placed_like(tree, own[kind].get(name), f"{what} {name!r}") for name, tree in small[kind].items()
+            }
+        self.check_small(small)
+        return small
+
     def check_small(self, small: dict[str, Any]) -> None:
         """Raises KeyError, TypeError, AttributeError or WireError: it is no small state of these objects."""
         for name, values in small["buffers"].items():
-            buffers = self._buffers(name)
-            for key, value in values.items():
-                buffers.check(key, value)
+            self._buffers(name).check(values)
         for name in small["others"]:
             self._others[name]
         for name, groups in small.get("settings", {}).items():

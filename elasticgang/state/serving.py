@@ -15,11 +15,12 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import transport
 from elasticgang.state.digests import Digests
-from elasticgang.state.dtensor import locally
+from elasticgang.state.dtensor import local
 from elasticgang.state.serialization import flatten
 from elasticgang.state.staging import Chunks
 from elasticgang.state.transport import Channel
@@ -36,16 +37,17 @@ def serve(
 ) -> None:
     """Answer a `StripedFetch` until it closes the connection. `written`: a mark behind the last change of the state
     (PINNED-2). `lend`: lets the healer read the memory of these tensors, as `Lender`."""
-    flat = _flat(channel, (_local(small), large))
+    flat = _flat(channel, (small, large))
     if flat is None:
         return
     (small_spec, small_tensors), (spec, tensors) = flat
+    small_parts = list(map(local, small_tensors))
     parts = Chunks(tensors, written)
 
     def digests_of_all() -> list[str]:
         return digests.of(attempt, tensors, parts, tell=lambda num: _tell(channel, num))
 
-    manifest: dict[str, Any] = {"small": [small_spec, transport.shapes_of(small_tensors)]}
+    manifest: dict[str, Any] = {"small": _announced(small_spec, small_tensors, small_parts)}
     with lend(tensors) as announced:
         if announced is not None:  # SERVING-1
             manifest["memory"] = announced
@@ -53,22 +55,25 @@ def serve(
         known = digests_of_all() if announced is None else digests.known(attempt)
         manifest["large"] = [spec, transport.shapes_of(tensors), known]
         channel.send(manifest)
-        _answer(channel, Chunks(small_tensors, written), parts, digests_of_all)
+        _answer(channel, Chunks(small_parts, written), parts, digests_of_all)
 
 
 def serve_small(channel: Channel, small: dict[str, Any], written: Any) -> None:
     """As `serve`, to one that wants the small state alone."""
-    flat = _flat(channel, (_local(small),))
+    flat = _flat(channel, (small,))
     if flat is None:
         return
     ((spec, tensors),) = flat
-    channel.send({"small": [spec, transport.shapes_of(tensors)]})
-    _answer(channel, Chunks(tensors, written), Chunks([], written), list)
+    parts = list(map(local, tensors))
+    channel.send({"small": _announced(spec, tensors, parts)})
+    _answer(channel, Chunks(parts, written), Chunks([], written), list)
 
 
-def _local(small: dict[str, Any]) -> dict[str, Any]:
-    """With the local parts of buffers that are DTensors."""
-    return {**small, "buffers": locally(small["buffers"])}
+def _announced(spec: Any, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Any]:
+    """What a manifest says of the small state: its structure, the shapes of the local parts of its tensors, and which
+    of these are DTensors, by their numbers."""
+    divided = [number for number, tensor in enumerate(tensors) if isinstance(tensor, DTensor)]
+    return [spec, transport.shapes_of(parts), divided]
 
 
 def _flat(channel: Channel, trees: Sequence[Any]) -> list[tuple[Any, list[Tensor]]] | None:

@@ -25,7 +25,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
@@ -50,6 +52,15 @@ _POLL_S = 0.02
 _FAILURES = (OSError, WireError, ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError)
 
 
+PlaceSmall: TypeAlias = Callable[[Any, Sequence[Tensor], Sequence[int]], dict[str, Any]]
+
+
+def unplaced(spec: Any, tensors: Sequence[Tensor], divided: Sequence[int]) -> dict[str, Any]:
+    """The small state of a peer as it is."""
+    state: dict[str, Any] = unflatten(spec, tensors)
+    return state
+
+
 class _Request(NamedTuple):
     """What one holder was asked for: the small state, or chunks."""
 
@@ -72,8 +83,7 @@ class _Connection(NamedTuple):
 class StripedFetch:
     """One fetch of the state of `attempt`. Call `run` once. `sources`: addresses of holders, in the order in which they
     are asked, at most `num_at_once` at a time. `received`: of the large state, of about `num_bytes`; None
-    to fetch the small state after the step's forward alone. `check_small`: raises if a small state is not this
-    rank's."""
+    to fetch the small state after the step's forward alone. `place_small`: as `RegisteredState.placed`."""
 
     def __init__(
         self,
@@ -84,11 +94,11 @@ class StripedFetch:
         cancelled: Callable[[], bool],
         received: ReceivedChunks | None,
         num_bytes: int = 0,
-        check_small: Callable[[dict[str, Any]], None] = lambda small: None,
+        place_small: PlaceSmall = unplaced,
     ) -> None:
         self._authenticator = authenticator
         self._attempt, self._cancelled, self._received = attempt, cancelled, received
-        self._check_small = check_small
+        self._place_small = place_small
         self._changed = threading.Condition() if received is None else received.changed
         self._left = deque(sources)  # not asked yet
         self._num_live = min(num_at_once, max(1, -(-num_bytes // STRIPE_BYTES)))  # FETCH-6
@@ -471,12 +481,11 @@ class StripedFetch:
             self.num_from_memory += 1
         reached("chunk_read")
 
-    def _receive_small(self, channel: Channel, spec: Any, shapes: list[Any]) -> None:
+    def _receive_small(self, channel: Channel, spec: Any, shapes: list[Any], divided: list[int]) -> None:
         tensors = transport.allocate(shapes)
         for part in itertools.chain(*map(transport.chunks, tensors)):
             channel.receive_chunk(part)
-        state: dict[str, Any] = unflatten(spec, tensors)  # HEALER-2
-        self._check_small(state)
+        state = self._place_small(spec, tensors, divided)  # HEALER-2
         with self._changed:
             self._small = state
             self._changed.notify_all()

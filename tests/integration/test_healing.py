@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import elasticgang as eg
@@ -178,6 +178,66 @@ def test_buffers_that_are_sharded_are_healed(ranks: Ranks) -> None:
     assert same(local_buffers(healer), {"sharded": [10.0] * 2, "replicated": [5.0] * 4})
     healer.server.restore()
     assert same(local_buffers(healer), {"sharded": [5.0] * 2, "replicated": [5.0] * 4})
+
+
+class Average:
+    """What a script averages of its parameters, as the tensors that these are."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": dict(self.weights), "pairs": [(1, tensor) for tensor in self.weights.values()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert [number for number, _ in state["pairs"]] == [1] * len(self.weights)
+        for name, tensor in state["weights"].items():
+            self.weights[name].copy_(tensor)
+
+
+# REGISTERED-7
+@pytest.mark.usefixtures("no_default_group")
+def test_what_an_object_has_of_sharded_tensors_is_healed(ranks: Ranks) -> None:
+    mesh = eg.create_parallel_gangs(eg.FakeGang("cpu", size=2), tp_size=2).device_mesh("tp")
+    source, healer = ranks(3), ranks(1)
+    averages = []
+    for rank, value in ((source, 5.0), (healer, 0.0)):
+        whole = torch.full((4, 2), value, dtype=torch.float64)
+        sharded = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        averages.append(Average({"sharded": sharded, "plain": torch.full((3,), value)}))
+        rank.server.register(average=averages[-1])
+    source.server.begin(AT)
+    assert healer.server.heal([source.server.address], AT)
+    healed = averages[1].weights
+    assert (local(healed["sharded"]).tolist(), healed["plain"].tolist()) == ([[5.0] * 2] * 2, [5.0] * 3)
+    averages[0].weights["sharded"].mul_(2)
+    source.server.forward_done()
+    load = healer.server.fetch_after([source.server.address], AT)
+    assert load is not None
+    load()
+    assert local(healed["sharded"]).tolist() == [[10.0] * 2] * 2
+    healer.server.restore()
+    assert local(healed["sharded"]).tolist() == [[5.0] * 2] * 2
+
+
+# REGISTERED-7
+@pytest.mark.usefixtures("no_default_group")
+@pytest.mark.parametrize("is_at_source", [True, False])
+def test_a_sharded_tensor_of_one_side_alone_is_refused(
+    is_at_source: bool, ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    mesh = eg.create_parallel_gangs(eg.FakeGang("cpu", size=2), tp_size=2).device_mesh("tp")
+    source, healer = ranks(3), ranks(1)
+    for rank in (source, healer):
+        is_sharded = (rank is source) == is_at_source
+        sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
+        rank.server.register(average=Average({"w": sharded if is_sharded else torch.ones(2)}))
+    before = healer.large(), healer.small()
+    source.server.begin(AT)
+    assert not healer.server.heal([source.server.address], AT)
+    told = "is a DTensor at the source, whose part is [2], and no DTensor here"
+    assert f"the state of 'average'['weights']['w'] {told if is_at_source else 'is no DTensor'}" in caplog.text
+    assert same((healer.large(), healer.small()), before)
 
 
 def local_buffers(rank: Rank) -> dict[str, list[float]]:
@@ -604,7 +664,7 @@ def answer(manifest: object) -> bytes:
 
 
 def manifest(spec: object, shapes: object, digests: Sequence[str] = ()) -> bytes:
-    return answer({"small": [{"dict": []}, []], "large": [spec, shapes, list(digests)]})
+    return answer({"small": [{"dict": []}, [], []], "large": [spec, shapes, list(digests)]})
 
 
 def empty_small(channel: Channel) -> None:
@@ -675,10 +735,10 @@ TOO_LARGE = [[[MEMORY_BYTES // 5], "float32"]] * 2  # of which the system would 
 @pytest.mark.parametrize(
     ("manifest", "complaint"),
     [
-        ({"small": [None, []], "large": [None, TOO_LARGE, []]}, "does not fit into the"),
-        ({"small": [None, TOO_LARGE], "large": None}, "does not fit into the"),
-        ({"small": [None, []], "large": [None, [[[1 << 22], "float32"]], []]}, "0 digests do not match 4 chunks"),
-        ({"small": [None, []], "large": [None, [[[1 << 70, 0], "float32"]], []]}, "is no shape"),
+        ({"small": [None, [], []], "large": [None, TOO_LARGE, []]}, "does not fit into the"),
+        ({"small": [None, TOO_LARGE, []], "large": None}, "does not fit into the"),
+        ({"small": [None, [], []], "large": [None, [[[1 << 22], "float32"]], []]}, "0 digests do not match 4 chunks"),
+        ({"small": [None, [], []], "large": [None, [[[1 << 70, 0], "float32"]], []]}, "is no shape"),
     ],
     ids=["large state", "small state", "digests", "sizes"],
 )

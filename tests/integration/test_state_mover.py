@@ -170,6 +170,68 @@ def test_every_part_of_another_layout_is_made_of_the_kept_ones(
         assert torch.equal(rank.module.scale, torch.full((3,), 5.0))
 
 
+class Average:
+    """Averaged weights, as DTensors; or, before the first step, none."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.weights
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in state.items():
+            self.weights[name].copy_(tensor)
+
+
+def averaging(layout: ParallelLayout, whole: Tensor) -> list[tuple[Rank, Average]]:
+    """Ranks that average their weights too."""
+    found = []
+    for rank in ranks_of(layout, matrix(2)):
+        with rank.mesh() as place:
+            average = Average({"matrix": place(whole)})
+            rank.server.register(average=average)
+        found.append((rank, average))
+    return found
+
+
+# LOADER-6
+@pytest.mark.parametrize(
+    ("former", "later"),
+    [(PAIR, ONE), (ONE, PAIR), (ParallelLayout(sdp=2, tp=2), ParallelLayout(tp=2)), (PAIR, ParallelLayout(tp=2))],
+    ids=lambda layout: layout.sizes,
+)
+def test_what_an_object_has_of_sharded_tensors_is_made_of_the_kept_parts(
+    former: ParallelLayout, later: ParallelLayout, impatient: None
+) -> None:
+    holders = [rank for rank, _ in averaging(former, matrix(3))]
+    for rank in holders:
+        rank.keep()
+    for rank, average in averaging(later, torch.zeros(ROWS, COLUMNS)):
+        assert rank.moves(holders)
+        with rank.mesh() as place:
+            assert torch.equal(local(average.weights["matrix"]), local(place(matrix(3))))
+
+
+# LOADER-6
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        ({}, "average.matrix is a DTensor in it, and no DTensor in this job's object"),
+        ({"matrix": torch.zeros(4, COLUMNS)}, "average.matrix is a DTensor in it"),
+    ],
+    ids=["none", "plain"],
+)
+def test_an_object_that_has_no_dtensor_where_one_was_kept_is_refused(weights: dict[str, Tensor], told: str) -> None:
+    holders = [rank for rank, _ in averaging(PAIR, matrix(3))]
+    for rank in holders:
+        rank.keep()
+    later = Rank(ParallelLayout(tp=2), (0, 0, 0), matrix(2))
+    later.server.register(average=Average(weights))
+    with pytest.raises(ModelMismatch, match=told):
+        later.moves(holders)
+
+
 class Made(TorchFunctionMode):
     """The devices that `torch.empty` was called for; None: the default device."""
 
