@@ -10,6 +10,8 @@ LOADER-5  What an optimizer keeps of a sharded parameter is sharded if it has th
     one element that may be a plain tensor too, such as a count: it is sharded if both were saved in the same placement.
 LOADER-6  What a registered object has of a DTensor is read as the DTensor that this job's object has in the same place
     of its state. Where ranks hold parts of the model, an object that has none there is refused.
+LOADER-7  A buffer that is a plain tensor takes the shape and dtype that it was saved with, also where this job's model
+    has None: forward may have replaced it (BUFFERS-2).
 """
 
 from __future__ import annotations
@@ -61,11 +63,14 @@ def state_of(reader: BlockReader, state: dict[str, Any], seated: Seated) -> tupl
     has_all = "pp" not in reader.other_axes or seated.layout.pp == 1  # of what `saved` has; not one of several stages
     try:
         saved = SavedObjects(reader.manifest, seated.place, reader.other_axes)
-        present = _check_model(reader, saved.tensors, state, seated, has_all=has_all)
+        lacking = _lacking_buffers(reader, saved, state) if has_all else {}
+        present = _check_model(reader, saved.tensors - lacking.keys(), state, seated, has_all=has_all)
         _check_names("optimizer", set(saved.optimizers), set(state["optimizers"]), has_all=has_all)
         present_others = _without_unsaved_extra(set(saved.others), state["others"])
         _check_names("registered object", set(saved.others), present_others, has_all=has_all)
         read = {kind: _read_like(reader, state[kind], seated) for kind in ("parameters", "buffers")}
+        for name, (owner, key) in lacking.items():
+            read["buffers"][owner][key] = reader.read_whole(name)
         entries = _Entries(reader)
         others = {
             name: _read_object(reader, unflatten(saved.others[name], entries), state["others"][name], seated)  # type: ignore[arg-type]
@@ -144,6 +149,8 @@ def _check_model(
                     + (f", which is of pp={reader.manifest.layout.get('pp', 1)}" if "pp" in axes else "")
                 )
             entry = reader.entry(here.name)
+            if kind == "buffers" and _is_plain_in_both(entry, tensor):  # LOADER-7
+                continue
             if entry.shape != here.whole:
                 raise ModelMismatch(f"{here.name} is {list(entry.shape)} in it, but {list(here.whole)} in this job")
             if entry.dtype != here.dtype:
@@ -151,6 +158,18 @@ def _check_model(
     if has_all and (absent := sorted(saved - present)):
         raise ModelMismatch(f"{absent[0]} is in it, and this job's model has none of that name")
     return present
+
+
+def _lacking_buffers(reader: BlockReader, saved: SavedObjects, state: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """LOADER-7: the buffers of `saved` that are None in this job's modules, or other names of one."""
+    return {
+        name: (owner, key)
+        for name, (owner, key) in saved.buffers.items()
+        if owner in state["buffers"]
+        and key not in state["buffers"][owner]
+        and is_plain(reader.entry(name))
+        and state["has_buffer"](owner, key)
+    }
 
 
 def _what(kind: str) -> str:
@@ -167,7 +186,14 @@ def _read_like(reader: BlockReader, tree: dict[str, Any], seated: Seated) -> dic
 
 def _read_placed(reader: BlockReader, name: str, tensor: Tensor, seated: Seated) -> Tensor:
     here = place(name, tensor, seated)
-    return reader.read(reader.entry(here.name), here.start, here.shape)
+    entry = reader.entry(here.name)
+    if _is_plain_in_both(entry, tensor):
+        return reader.read_whole(here.name)
+    return reader.read(entry, here.start, here.shape)
+
+
+def _is_plain_in_both(entry: TensorEntry, tensor: Tensor) -> bool:
+    return not isinstance(tensor, DTensor) and is_plain(entry)
 
 
 def _read_object(reader: BlockReader, tree: Any, live: Any, seated: Seated) -> Any:

@@ -68,7 +68,8 @@ class SavedOptimizer:
 
 
 class SavedObjects:
-    """`tensors`: the names of parameters and buffers. `others`: the registered objects."""
+    """`tensors`: the names of parameters and buffers. `buffers`: of these, with the module of each, and its name there.
+    `others`: the registered objects."""
 
     def __init__(self, manifest: Manifest, place: str, other_axes: Collection[str]) -> None:
         """`place`: "pp-sdp-tp" of the reader. `other_axes`: the axes along which its layout differs.
@@ -78,6 +79,7 @@ class SavedObjects:
             INVALID: the manifest is.
         """
         self.tensors: set[str] = set()
+        self.buffers: dict[str, tuple[str, str]] = {}
         self.others = Merged("the registered object")
         self.optimizers: dict[str, SavedOptimizer] = {}
         seats = list(_seats_for(manifest, place, other_axes))
@@ -88,6 +90,8 @@ class SavedObjects:
                 kind: replace_names(spec, lambda name: without_axes(name, other_axes)) for kind, spec in objects.items()
             }
             self.tensors |= {*tensor_names(here["parameters"]), *tensor_names(here["buffers"])}
+            for owner, of_module in _entries(here["buffers"]).items():
+                self.buffers |= {spec["tensor"]: (owner, key) for key, spec in _entries(of_module).items()}
             for name, spec in _entries(here["others"]).items():
                 self.others.add(saved, name, spec)
             for name, spec in _entries(here["optimizers"]).items():

@@ -66,6 +66,10 @@ class Buffers:
     def __init__(self, module: nn.Module, name_of: Callable[[str], str], present: Mapping[str, Tensor]) -> None:
         self._module, self._name_of, self._present = module, name_of, present
 
+    def has(self, name: str) -> bool:
+        """Also if it is None, or another name of a tensor."""
+        return name in self._places()
+
     def check(self, names: Iterable[str]) -> None:
         """Raises WireError: `load` has no place for a buffer of these names."""
         for name in names:

@@ -380,7 +380,8 @@ class RegisteredState:
 
     def tree(self) -> dict[str, Any]:
         """All state, with DTensors: the large state, and the snapshot of the small state. "owned": the parameters of
-        each optimizer, in the order of its state dict. "keys": as REGISTERED-2 has them."""
+        each optimizer, in the order of its state dict. "keys": as REGISTERED-2 has them.
+        "has_buffer": whether a module has a buffer of that name, which may be None, or another name of one."""
         small, optimizers = self.snapshot or self.small(cloned=True), self._optimizers.items()
         settings = small["settings"]
         owned = {name: parameters_of(optimizer) for name, optimizer in optimizers}
@@ -391,6 +392,7 @@ class RegisteredState:
             "others": small["others"],
             "owned": owned,
             "keys": self._keys,
+            "has_buffer": lambda module, name: self._buffers(module).has(name),
         }
 
     def _load_large(self, large: dict[str, Any], settings: dict[str, list[dict[str, Any]]]) -> None:

@@ -289,6 +289,34 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, change: str, diff
     assert Rank(saved).load(20)  # it is not taken for corrupt
 
 
+class Growing(Model):
+    """Makes its buffers anew for a longer sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(1), persistent=False)
+        self.register_buffer("mask", None)
+
+    def grow(self, length: int) -> None:
+        self.register_buffer("table", torch.arange(length))
+        self.register_buffer("mask", torch.full((length,), 2.0))
+
+
+# LOADER-7
+def test_buffers_that_forward_has_replaced_are_loaded(tmp_path: Path) -> None:
+    model = Growing()
+    rank = Rank(tmp_path, model=model)
+    rank.enter(("a0",))
+    model.grow(4)
+    rank.save(10)
+    restarted = Rank(tmp_path, model=Growing())
+    assert restarted.load(10)
+    assert restarted.model.get_buffer("table").tolist() == [0, 1, 2, 3]
+    assert restarted.model.get_buffer("mask").tolist() == [2.0] * 4
+    with pytest.raises(CheckpointError, match=r"model\.mask is in it, and this job's model has none of that name"):
+        Rank(tmp_path).load(10)
+
+
 def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:
     rank = Rank(saved)
     rank.server.unregister(["optim"])
