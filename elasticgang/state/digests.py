@@ -50,7 +50,7 @@ class Digests:
     """The chunk digests of one attempt, kept for further healers."""
 
     def __init__(self, digest: Digest) -> None:
-        self._digest = digest
+        self.digest = digest
         self._changed = threading.Condition()
         self._known: tuple[Attempt, list[str]] | None = None
         self._begun: Attempt | None = None  # a thread computes those of this one
@@ -142,7 +142,7 @@ class Digests:
         for number in numbers:
             if self._is_stopped.is_set() or is_over():
                 return
-            found.append(self._digest(chunks[number]))
+            found.append(self.digest(chunks[number]))
             if tell is not None and time.monotonic() - told_at >= TELL_S:
                 told_at = time.monotonic()
                 tell(sum(map(len, self._found)))

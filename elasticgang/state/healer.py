@@ -21,6 +21,7 @@ from elasticgang.state import striped_fetch
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.digests import digest_for
 from elasticgang.state.received_chunks import ReceivedChunks
+from elasticgang.state.received_small import ReceivedSmall
 from elasticgang.state.registered_state import RegisteredState
 
 log = logging.getLogger("elasticgang")
@@ -37,6 +38,7 @@ class Healer:
         self._state, self._authenticator, self._on_progress = state, authenticator, on_progress
         self._digest = digest_for(authenticator.credentials)
         self._received: ReceivedChunks | None = None  # of an unfinished heal
+        self._received_small = ReceivedSmall(self._digest)  # likewise
         self._in_place = False  # that one
 
     def heal(self, sources: Sequence[str], num_at_once: int, attempt: Attempt, cancelled: Callable[[], bool]) -> bool:
@@ -67,13 +69,14 @@ class Healer:
             attempt,
             cancelled,
             self._received,
+            self._received_small,
             self._state.num_bytes,
             self._state.placed,
         )
         state = fetch.run()
         if state is None:
             return False
-        self._received = None
+        self.forget()
         try:
             self._state.load(state)
         except _FAILURES as exc:
@@ -87,18 +90,27 @@ class Healer:
     def num_received(self) -> int:
         """Chunks that an unfinished heal has received, and digests that a holder has computed for it: grows as long as
         the heal gets further."""
-        return 0 if self._received is None else self._received.num_received + self._received.num_digested
+        if self._received is None:
+            return 0
+        return self._received.num_received + self._received.num_digested + self._received_small.num_received
 
     def forget(self) -> None:
         """Drop what an unfinished heal has received."""
-        self._received = None
+        self._received, self._received_small = None, ReceivedSmall(self._digest)
 
     def fetch_after(
         self, sources: Sequence[str], num_at_once: int, attempt: Attempt, cancelled: Callable[[], bool]
     ) -> Callable[[], None] | None:
         """The small state after the step's forward: returns what loads it. None: these sources cannot deliver it."""
         fetch = striped_fetch.StripedFetch(
-            self._authenticator, sources, num_at_once, attempt, cancelled, None, place_small=self._state.placed
+            self._authenticator,
+            sources,
+            num_at_once,
+            attempt,
+            cancelled,
+            None,
+            ReceivedSmall(),
+            place_small=self._state.placed,
         )
         state = fetch.run()
         return None if state is None else functools.partial(self._state.load_small, state["small"])

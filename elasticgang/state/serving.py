@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from elasticgang.protocol.commit import Attempt
-from elasticgang.state import transport
-from elasticgang.state.digests import Digests
+from elasticgang.state import received_small, transport
+from elasticgang.state.digests import Digest, Digests
 from elasticgang.state.dtensor import local
 from elasticgang.state.serialization import flatten
 from elasticgang.state.staging import Chunks
@@ -27,7 +27,7 @@ from elasticgang.state.transport import Channel
 
 log = logging.getLogger("elasticgang")
 
-_MAX_REQUEST_BYTES = 1 << 16
+_MAX_REQUEST_BYTES = 16 << 20  # the digests of a small state of 2 TB
 
 Lend: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[dict[str, Any] | None]]
 
@@ -55,10 +55,10 @@ def serve(
         known = digests_of_all() if announced is None else digests.known(attempt)
         manifest["large"] = [spec, transport.shapes_of(tensors), known]
         channel.send(manifest)
-        _answer(channel, Chunks(small_parts, written), parts, digests_of_all)
+        _answer(channel, Chunks(small_parts, written), parts, digests.digest, digests_of_all)
 
 
-def serve_small(channel: Channel, small: dict[str, Any], written: Any) -> None:
+def serve_small(channel: Channel, small: dict[str, Any], digest: Digest, written: Any) -> None:
     """As `serve`, to one that wants the small state alone."""
     flat = _flat(channel, (small,))
     if flat is None:
@@ -66,7 +66,7 @@ def serve_small(channel: Channel, small: dict[str, Any], written: Any) -> None:
     ((spec, tensors),) = flat
     parts = list(map(local, tensors))
     channel.send({"small": _announced(spec, tensors, parts)})
-    _answer(channel, Chunks(parts, written), Chunks([], written), list)
+    _answer(channel, Chunks(parts, written), Chunks([], written), digest, list)
 
 
 def _announced(spec: Any, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Any]:
@@ -92,13 +92,14 @@ def _flat(channel: Channel, trees: Sequence[Any]) -> list[tuple[Any, list[Tensor
 _warned: set[str] = set()
 
 
-def _answer(channel: Channel, small_parts: Chunks, parts: Chunks, digests_of_all: Callable[[], list[str]]) -> None:
+def _answer(
+    channel: Channel, small_parts: Chunks, parts: Chunks, digest: Digest, digests_of_all: Callable[[], list[str]]
+) -> None:
     """A healer that reads from memory requests no chunks, now and then, to show that it lives."""
     while True:
         wanted = channel.receive(_MAX_REQUEST_BYTES)
-        if wanted == "small":
-            for part in small_parts:
-                channel.send_chunk(part)
+        if isinstance(wanted, dict):
+            received_small.send(channel, small_parts, wanted["small"], digest)
         elif wanted == "digests":
             channel.send({"digests": digests_of_all()})
         else:

@@ -250,7 +250,7 @@ class SnapshotServer:
             reached("serving")
             state, digests = self._state, self._digests
             if request["after"]:
-                serving.serve_small(channel, state.small(cloned=False), self._forward_mark)
+                serving.serve_small(channel, state.small(cloned=False), digests.digest, self._forward_mark)
             else:
                 lend = functools.partial(self._lender.lend, request.get("memory"))
                 serving.serve(channel, attempt, state.snapshot, state.large(), digests, state.written, lend)

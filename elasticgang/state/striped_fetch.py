@@ -19,7 +19,6 @@ FETCH-9  While a holder computes digests, `HEAL_TIMEOUT_S` begins anew with each
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -36,6 +35,7 @@ from elasticgang.state import peer_memory, staging, transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.peer_memory import Offer, PeerMemory, UnreadableError
 from elasticgang.state.received_chunks import ReceivedChunks
+from elasticgang.state.received_small import ReceivedSmall
 from elasticgang.state.serialization import unflatten
 from elasticgang.state.transport import Channel
 from elasticgang.testing import reached
@@ -93,12 +93,13 @@ class StripedFetch:
         attempt: Attempt,
         cancelled: Callable[[], bool],
         received: ReceivedChunks | None,
+        received_small: ReceivedSmall,
         num_bytes: int = 0,
         place_small: PlaceSmall = unplaced,
     ) -> None:
         self._authenticator = authenticator
         self._attempt, self._cancelled, self._received = attempt, cancelled, received
-        self._place_small = place_small
+        self._received_small, self._place_small = received_small, place_small
         self._changed = threading.Condition() if received is None else received.changed
         self._left = deque(sources)  # not asked yet
         self._num_live = min(num_at_once, max(1, -(-num_bytes // STRIPE_BYTES)))  # FETCH-6
@@ -392,7 +393,7 @@ class StripedFetch:
                 break
             to.requests.append(request)
             if request.is_small:
-                to.channel.send("small")
+                to.channel.send({"small": self._received_small.expect(to.small[1])})
                 continue
             self._drop_those_here(request.chunks, to.reader)
             to.channel.send([index for index in request.chunks if not self._is_in(to.memory, index)])
@@ -482,10 +483,8 @@ class StripedFetch:
         reached("chunk_read")
 
     def _receive_small(self, channel: Channel, spec: Any, shapes: list[Any], divided: list[int]) -> None:
-        tensors = transport.allocate(shapes)
-        for part in itertools.chain(*map(transport.chunks, tensors)):
-            channel.receive_chunk(part)
-        state = self._place_small(spec, tensors, divided)  # HEALER-2
+        self._received_small.receive(channel)
+        state = self._place_small(spec, self._received_small.tensors, divided)  # HEALER-2
         with self._changed:
             self._small = state
             self._changed.notify_all()

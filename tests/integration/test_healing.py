@@ -645,6 +645,33 @@ def test_a_corrupt_chunk_is_found_and_the_next_source_is_used(ranks: Ranks, plac
     assert same(healer.small(), source.small())
 
 
+# SMALL-1, FETCH-2
+@pytest.mark.parametrize("changed", [None, 1, 6], ids=["the same", "a chunk that was received", "one that was not"])
+def test_a_small_state_goes_on_where_an_earlier_heal_ended(
+    changed: int | None, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 1000)
+    first, other, healer = ranks(3), ranks(3), ranks(1)
+    for rank in (first, other):
+        rank.counter.state["table"] = torch.arange(2500.0)  # ten chunks, ahead of the large state
+    if changed is not None:
+        other.counter.state["table"][250 * changed] = -1
+    for rank in (first, other):
+        rank.server.begin(AT)
+    before = healer.small()
+    with Wire(first, cut=5000) as wire:
+        assert not healer.server.heal([wire.address], AT)
+    num_received = healer.server.num_received - 3  # without those of the buffers
+    assert num_received >= 3
+    assert same(healer.small(), before)
+    whole = num_chunk_bytes(other)
+    with Wire(other) as wire:
+        assert healer.server.heal([wire.address], AT)
+    assert same((healer.large(), healer.small()), (other.large(), other.small()))
+    num_spared = num_received - (changed == 1)
+    assert whole - 1000 * num_spared < wire.num_bytes < whole - 900 * num_spared
+
+
 # RECEIVED-2
 def test_a_chunk_that_was_written_to_since_is_fetched_again(ranks: Ranks) -> None:
     source, healer = ranks(3), ranks(1)
@@ -672,7 +699,7 @@ def empty_small(channel: Channel) -> None:
     other = Rank(3)
     spec, tensors = flatten(other.server.registered.large())
     channel.send_payload(manifest(spec, transport.shapes_of(tensors), ["0" * 32] * len(tensors)))
-    assert channel.receive(MAX_REQUEST_BYTES) == "small"
+    assert channel.receive(MAX_REQUEST_BYTES) == {"small": []}
     other.server.close()
 
 
