@@ -8,6 +8,8 @@ OPTIMIZER-1  Where scaled gradients overflow on any rank, the step commits, no r
 OPTIMIZER-2  With `reduction="reproducible"` nothing that an apply does to an element depends on how ranks divide the
     parameters: the norm is of an exact sum (EXACT-1), and an optimizer that mixes elements is refused where a layout of
     the job divides them.
+OPTIMIZER-3  The parameter groups stay those of the first step. A rank that starts later has the groups with which its
+    script begins, and could not take the state of others.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ class Optimizer:
         """The sums over all ranks that the last `step` was asked for, by name; empty unless it has returned True."""
         self._manager = manager
         self._has_checked = False  # `_check_elementwise`
+        self._num_parameters: list[int] | None = None  # of each group, as of the first step (OPTIMIZER-3)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self._scaler is not None and any(each.dtype is torch.float16 for each in self._parameters()):
             raise ValueError(
@@ -114,7 +117,8 @@ class Optimizer:
             LayoutError: no stage of the pipeline has a part of the state that the stages of another one had. Nothing is
                 committed.
             InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0; or
-                `sums` has other names on some ranks, equally many; or the scaler is not registered.
+                `sums` has other names on some ranks, equally many; or the scaler is not registered; or the parameter
+                groups have changed since the first step.
             NotSupportedError: with `reduction="reproducible"`, where a layout of the job has `sdp`: the optimizer is
                 torch's Adafactor, LBFGS or Muon, whose result for an element depends on others; or parameters on the
                 CPU are float16 or bfloat16, or its `fused` form is chosen for them, because these round the last
@@ -127,6 +131,7 @@ class Optimizer:
                 "register the scaler of the gradients before the first step, so that a rank that joins gets its scale: "
                 "`register_state(scaler=scaler)`"
             )
+        self._check_groups()
         self._check_elementwise()
         is_exact = self._manager.is_reproducible and not self._has_own_meshes()
         measures: Callable[[], list[float]] | None = None
@@ -245,6 +250,17 @@ class Optimizer:
         return self._manager.layout.unit == 1 and any(
             isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in self._parameters()
         )
+
+    def _check_groups(self) -> None:
+        """OPTIMIZER-3. Raises InvalidOperationError."""
+        present = [len(group["params"]) for group in self.param_groups]
+        first = self._num_parameters = self._num_parameters or present
+        if present != first:
+            raise InvalidOperationError(
+                f"the optimizer's parameter groups must stay as they were in the first step, with {first} parameters, "
+                f"but have {present} now: a rank that starts later could not heal. Give it all groups "
+                "before the first step, and let parameters that it is to train later not require gradients until then."
+            )
 
     def _check_elementwise(self) -> None:
         """OPTIMIZER-2. Raises NotSupportedError."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -60,3 +62,32 @@ def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
         optim = kind([weight], lr=0.1)
         torch.optim.lr_scheduler.LinearLR(optim)  # replaces the method
         eg.Optimizer(manager, optim)
+
+
+# OPTIMIZER-3
+@pytest.mark.parametrize("adds_group", [True, False], ids=["a group", "a parameter of a group"])
+def test_other_parameter_groups_than_those_of_the_first_step_are_refused(adds_group: bool) -> None:
+    manager = eg.join()
+    weight, later = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    sgd = torch.optim.SGD([weight], lr=0.1)
+    optim = eg.Optimizer(manager, sgd)
+    manager.register_state(optim=optim)
+    sgd.add_param_group({"params": [torch.nn.Parameter(torch.ones(2), requires_grad=False)]})  # it may here
+    num = "[1, 1, 1]" if adds_group else "[2, 1]"
+    refused = []
+    for step in manager.steps(2):
+        with step:
+            weight.grad = torch.ones(2)
+            if step.index == 1:
+                first = [{**group, "params": list(group["params"])} for group in sgd.param_groups]
+                if adds_group:
+                    sgd.add_param_group({"params": [later]})
+                else:
+                    sgd.param_groups[0]["params"].append(later)
+                told = re.escape(f"with [1, 1] parameters, but have {num} now")
+                with pytest.raises(eg.InvalidOperationError, match=told):
+                    optim.step(weight=1.0)
+                refused.append(step.index)
+                sgd.param_groups[:] = first
+            assert optim.step(weight=1.0)
+    assert (refused, manager.committed_steps) == ([1], 2)
