@@ -25,6 +25,7 @@ DDP-10  The wrappers of a rank reduce in the order in which they were made, beca
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
 
 import contextlib
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -101,7 +102,8 @@ class DistributedDataParallel(nn.Module):
     Gradients are sums, not means: `Optimizer.step(weight=)` divides them by the total weight. Backward must run inside
     `accumulate`. The one with `last=True` starts the reduction, and `Optimizer.step` waits for it: do not read the
     gradients in between. Outside `accumulate` the model can be evaluated; with `reduction="reproducible"` or `keep`,
-    only inside `torch.no_grad()`. `state_dict` is the module's.
+    only inside `torch.no_grad()`. `state_dict` is the module's. `copy.deepcopy` copies
+    the module without the wrapper, as torch's `AveragedModel` needs it.
     """
 
     def __init__(
@@ -357,6 +359,9 @@ class DistributedDataParallel(nn.Module):
         if self._of_slots is not None:
             self._of_slots.close()
         self._ddp.clear()  # its hook keeps this object and the module alive
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)  # a copy is in no step, and has no gradients to reduce
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import elasticgang as eg
 from elasticgang.collectives.collective import Collective
@@ -691,3 +692,19 @@ def test_wrappers_reduce_in_the_order_in_which_they_were_made(order: tuple[int, 
             assert manager.commit(1.0, see)
         assert rendezvous.sizes == [3, 5, *([] if order else [1, 1])]  # DDP-8
     assert seen == [[6.0, 20.0] if order else []] * 2
+
+
+def test_a_copy_is_one_of_the_module_without_the_wrapper() -> None:
+    """As torch's `AveragedModel` takes it."""
+    manager = eg.join(layout=eg.ParallelLayout())
+    ddp = eg.DistributedDataParallel(manager, nn.Linear(300, 2))
+    averaged = AveragedModel(ddp)
+    assert type(averaged.module) is nn.Linear
+    first = ddp.module.get_parameter("weight").detach().clone()
+    averaged.update_parameters(ddp)
+    train(manager, ddp, 1)
+    assert not torch.equal(ddp.module.get_parameter("weight"), first)
+    assert torch.equal(averaged.module.get_parameter("weight"), first)
+    assert averaged(torch.ones(1, 300)).shape == (1, 2)
+    averaged.update_parameters(ddp)
+    torch.testing.assert_close(averaged.module.weight, (first + ddp.module.get_parameter("weight")) / 2)
