@@ -117,7 +117,8 @@ class ReceivedChunks:
         self.missing.discard(index)
         self._finish_copy(number)
         self._count(self._bytes[0] + end - start, self._bytes[1])
-        self.changed.notify_all()
+        if not self.missing:  # a waiter looks for more to do now and then
+            self.changed.notify_all()
 
     def _count(self, received: int, total: int) -> None:
         self._bytes = (received, total)

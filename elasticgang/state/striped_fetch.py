@@ -14,6 +14,8 @@ FETCH-8  From memory, chunks are read before their digests are known (RECEIVED-3
     one that computes them already, or any once there is nothing else to read. If it fails, another one is asked. The
     chunks of a holder that was not asked count by the digests of the other.
 FETCH-9  While a holder computes digests, `HEAL_TIMEOUT_S` begins anew with each message that says that it has more.
+FETCH-10  One request is for as many chunks as fill `RUN` of the full size, at most `MAX_RUN`: of a state of many small
+    tensors, each is a chunk, and takes less time than a request.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
 
-RUN = 4  # chunks in one request
+RUN = 4  # chunks of the full size in one request
+MAX_RUN = 256  # smaller ones
 NUM_MEMORY_READERS = 2
 NUM_REQUESTS = 2  # under way on one connection: the holder sends the next run while this rank receives one
 STRIPE_BYTES = 16 << 20  # of the state for each holder that is asked at once (FETCH-6)
@@ -432,12 +435,24 @@ class StripedFetch:
                     self._small_requested = True
                     return _Request(True, [])
                 if self._open:
-                    chunks, self._open = self._open[:RUN], self._open[RUN:]
-                    return _Request(False, chunks)
+                    return _Request(False, self._take_run())
                 if not waits:
                     break
                 self._changed.wait(_POLL_S)
         return None
+
+    def _take_run(self) -> list[int]:
+        """FETCH-10. Of the open chunks."""
+        assert self._received is not None
+        num, left = 0, RUN * staging.CHUNK_BYTES
+        for index in self._open[:MAX_RUN]:
+            place = self._received.place(index)
+            left -= place.end - place.start
+            if left < 0:
+                break
+            num += 1
+        chunks, self._open = self._open[:num], self._open[num:]
+        return chunks
 
     def _take_those_in(self, memory: PeerMemory) -> list[int]:
         with self._changed:

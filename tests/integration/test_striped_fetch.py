@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from elasticgang import testing
 from elasticgang.errors import OperationalError
@@ -268,3 +269,19 @@ def test_a_fetch_from_one_holder_resumes(pulls: list[striped_fetch.StripedFetch]
     assert healer.server.heal(addresses(sources), AT)
     assert_healed(healer, sources)
     assert sum(pulls[1].num_from.values()) == num_chunks(sources[0]) - num_kept
+
+
+# FETCH-10
+def test_many_small_tensors_take_few_requests() -> None:
+    source, healer = Rank(2), Rank(1)
+    for rank in (source, healer):
+        more = nn.ParameterList(nn.Parameter(torch.full((2,), float(number))) for number in range(600))
+        rank.server.register(more=more)
+    source.server.begin(AT)
+    with Wire(source) as wire:
+        assert healer.server.heal([wire.address], AT)
+    assert same(healer.server.registered.large(), source.server.registered.large())
+    num_frames, rest = 0, wire.from_healer
+    while rest:
+        num_frames, rest = num_frames + 1, rest[4 + int.from_bytes(rest[:4], "big") :]
+    assert num_frames < 12  # three of them requests for chunks
