@@ -111,6 +111,11 @@ class MemberDriver:
             case do.ServeState(index, tip):
                 self._load_forward = None
                 self._page.begin_step(index)
+                if self.mover is not None and tip is not None and tip.step > 0:
+                    record = self.lifecycle.state.record
+                    assert record is not None
+                    if record.plan.ranks[rendezvous.member] == 0:
+                        self.mover.check_buffers(record.layout, record.layouts)
                 state_server.begin(tip)
                 self._measure_state(tip)
                 if self.checkpoints is not None:

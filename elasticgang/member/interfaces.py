@@ -137,6 +137,10 @@ class Mover(Protocol):
     def drop(self) -> None:
         """Keep nothing any longer."""
 
+    def check_buffers(self, layout: ParallelLayout, layouts: Sequence[ParallelLayout]) -> None:
+        """Warn once if the first step has changed buffers that cannot move from `layout` to another of `layouts`. Call
+        it after each committed step."""
+
     def move(
         self,
         holders: Sequence[tuple[Seat, Holder]],

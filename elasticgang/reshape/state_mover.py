@@ -8,6 +8,9 @@ MOVE-3  Kept state is served to authenticated ranks only, by the attempt, layout
 MOVE-4  Received data is never unpickled, and every size is checked before memory is allocated for it.
 MOVE-5  Between layouts of other pipeline stages, a rank takes the tensors that its own stage has, by their names in the
     whole model, from whichever stages of the former layout have them (PLACED-1).
+MOVE-6  A plain tensor that the ranks of a replica group have otherwise cannot move to another `sdp` or `tp` (LOADER-3).
+    Once, after its first step, the first rank warns of buffers of floating-point numbers that the step has changed, as
+    those of BatchNorm: they are likely to differ. Nothing is exchanged for that.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ MOVE_TIMEOUT_S = 60.0
 NUM_REQUESTED = 64  # pieces of one part at a time
 KIND = "former"
 _RETRY_S = 0.1
+_NUM_NAMED = 3  # buffers in a warning
 _MAX_REQUEST_BYTES = 1 << 16
 _FAILURES = (OSError, WireError, CheckpointError, ValueError, KeyError, TypeError, IndexError, RecursionError)
 
@@ -67,6 +71,7 @@ class StateMover:
         self.coverage: Coverage | None = None
         self._changed = threading.Condition()
         self._kept: KeptState | None = None
+        self._num_checks = 2  # left for `check_buffers`: a rank that loads a checkpoint has not trained at the first
         server.serve_kind(KIND, self._serve)
 
     def keep(self, former: FormerState, layout: ParallelLayout, *, is_dropped: bool) -> None:
@@ -85,6 +90,22 @@ class StateMover:
         """Serve what is kept no longer."""
         with self._changed:
             self._kept = None
+
+    def check_buffers(self, layout: ParallelLayout, layouts: Sequence[ParallelLayout]) -> None:
+        """MOVE-6. Call it after each committed step, before the next one begins."""
+        if not self._num_checks or layout.sdp * layout.tp == 1:
+            return
+        others = [each for each in layouts if (each.sdp, each.tp) != (layout.sdp, layout.tp)]
+        names = self._server.registered.changed_buffers() if others else []
+        self._num_checks = 0 if names else self._num_checks - 1
+        if names:
+            log.warning(
+                "the state cannot move to the layout (%s), nor be loaded there, if the ranks differ in a plain tensor; "
+                "the first step has changed %s: let all ranks of the replica group have the same values, for example "
+                "their mean over `gangs.sdp`",
+                others[0].text,
+                ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else ""),
+            )
 
     def move(
         self,

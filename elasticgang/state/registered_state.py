@@ -226,6 +226,17 @@ class RegisteredState:
         self._held = list(map(HeldBuffers, self._modules.values()))
         self.written = staging.device.mark()
 
+    def changed_buffers(self) -> list[str]:
+        """The names of the plain buffers of floating-point numbers that have changed since the snapshot."""
+        former = self.snapshot.get("buffers", {})
+        return [
+            f"{name}.{key}"
+            for name, module in self._modules.items()
+            for key, buffer in self._named(name, module.named_buffers()).items()
+            if buffer.is_floating_point() and not isinstance(buffer, DTensor)
+            if key in former.get(name, {}) and not torch.equal(former[name][key], buffer)
+        ]
+
     def restore(self) -> None:
         for held in self._held:  # BUFFERS-1
             held.put_back()

@@ -415,3 +415,36 @@ def test_a_model_with_other_tensors_is_refused() -> None:
     rank = Rank(ONE, (0, 0, 0), torch.zeros(ROWS + 1, COLUMNS))
     with pytest.raises(ModelMismatch, match=r"module.matrix is \[7, 5\] in it, but \[8, 5\] in this job"):
         rank.moves([holder])
+
+
+# MOVE-6
+@pytest.mark.parametrize(
+    ("layout", "layouts", "warns"),
+    [
+        (PAIR, (PAIR, ONE), True),
+        (PAIR, (PAIR, ParallelLayout(sdp=2, tp=2)), True),
+        (PAIR, (PAIR, ParallelLayout(pp=2, sdp=2)), False),
+        (ONE, (PAIR, ONE), False),
+    ],
+)
+def test_a_buffer_that_cannot_move_is_warned_of_once(
+    layout: ParallelLayout, layouts: tuple[ParallelLayout, ...], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(layout, (0, 0, 0), matrix())
+    rank.server.begin(Attempt(0, 1))
+    rank.module.scale += 1
+    for step in range(1, 4):
+        rank.mover.check_buffers(layout, layouts)
+        rank.server.begin(Attempt(step, 1))
+        rank.module.scale += 1
+    assert [record.getMessage().count("has changed module.scale") for record in caplog.records] == [1] * warns
+
+
+# MOVE-6
+def test_buffers_that_stay_as_they_are_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank(PAIR, (0, 0, 0), matrix())
+    rank.module.register_buffer("count", torch.tensor(0))
+    rank.server.begin(Attempt(0, 1))
+    rank.module.get_buffer("count").add_(1)  # which all ranks do
+    rank.mover.check_buffers(PAIR, (PAIR, ONE))
+    assert not caplog.records
