@@ -266,6 +266,16 @@ def own_buffers(module: Any) -> tuple[dict[str, Tensor | None], set[str]]:
     return module._buffers, module._non_persistent_buffers_set
 
 
+def forget_gradients(module: Any) -> None:
+    """Let a `fully_shard` module forget gradients that it has not reduced."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # the module has run
+                parameter._unsharded_param.grad = None
+
+
 def stored_values(tensor: Tensor) -> Tensor:
     """The stored elements of a sparse tensor. Unlike `values`, it accepts an uncoalesced one."""
     return tensor._values()

@@ -8,6 +8,8 @@ SHARDED-3  Backward may leave the gradient of a DTensor with other placements th
     partial sums of a split embedding. They are redistributed before the sum, because an apply must not communicate.
 SHARDED-4  Behind its parts, each rank sends which of them are gradients and not zeros. Where no rank has a gradient, it
     is None, and no optimizer changes the parameter.
+SHARDED-5  With a dropped step, `fully_shard` forgets the gradients that it has not reduced. Otherwise the repeated step
+    would add those of the slots once more.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from elasticgang.collectives.work import Work
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.state.dtensor import like, local, local_gradient
+from elasticgang.torch_private import forget_gradients
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
 from elasticgang.train.slot_sum import counts_of
@@ -165,8 +168,9 @@ class ShardedDataParallel(nn.Module):
         self._sums, self._has_contributed = [], False
         for parameter in self._parameters_in_order:
             parameter.grad = None
-        if rebuild:
-            for part in self._fsdp_modules():
+        for part in self._fsdp_modules():
+            forget_gradients(part)  # SHARDED-5
+            if rebuild:
                 part.reshard()
 
     def close(self) -> None:

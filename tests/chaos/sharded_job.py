@@ -162,13 +162,16 @@ class Adam(torch.optim.Adam):
 class Pipeline:
     """Forward and backward of one slot, with the stages before and after this one."""
 
-    def __init__(self, state: Any, layout: eg.ParallelLayout, pp: eg.Gang) -> None:
-        self._model, self._pp, self._num_stages = state.model, pp, layout.pp
+    def __init__(self, state: Any, layout: eg.ParallelLayout, gangs: eg.Gangs, args: argparse.Namespace) -> None:
+        self._model, self._pp, self._num_stages = state.model, gangs.pp, layout.pp
+        self._sdp, self._adds, self._sums = gangs.sdp, args.adds, args.sums
 
     def run(self, sample: Tensor, target: Tensor, last: bool, faults: Faults) -> float:
         """The loss, in the last stage; 0 in the others."""
         stage = self._pp.rank
         with self._model.accumulate(last=last):
+            if self._adds:
+                self._model.module.set_requires_gradient_sync(last)
             hidden = sample
             if stage > 0:
                 hidden = torch.empty_like(sample)
@@ -176,6 +179,8 @@ class Pipeline:
                 hidden.requires_grad_(True)
             output = self._model(hidden)
             faults.at("forward")
+            if self._sums:
+                eg.all_sum(self._sdp, 1.0)
             if stage < self._num_stages - 1:
                 self._pp.send(output.detach(), stage + 1)
                 grad = torch.empty_like(output)
@@ -196,8 +201,10 @@ class Schedule:
     """As `eg.PipelineParallel` runs all slots of a step. `losses`: by step and slot, in the last stage. A slot is done
     for the faults when its forward begins; "slot" is reached in the forwards from the fifth one on."""
 
-    def __init__(self, manager: eg.QuorumManager, faults: Faults, losses: dict[tuple[int, int], float]) -> None:
-        self._manager, self._faults, self._losses = manager, faults, losses
+    def __init__(
+        self, manager: eg.QuorumManager, faults: Faults, losses: dict[tuple[int, int], float], *, sums: bool
+    ) -> None:
+        self._manager, self._faults, self._losses, self._sums = manager, faults, losses, sums
         self._numbers: Iterator[tuple[int, int]] = iter(())  # of the slots whose forward is to come, with their places
         self._with_loss: Iterator[int] = iter(())
 
@@ -211,6 +218,8 @@ class Schedule:
         self._faults.slot_done(number)
         if place >= 4:
             self._faults.at("slot")
+        if self._sums:
+            eg.all_sum(self._manager.gangs.sdp, 1.0)
 
     def _loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
         loss = (output - target).square().sum()
@@ -244,6 +253,8 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the gradients of slots when a step is tried again")
     parser.add_argument("--slot", type=int, default=SLOT, help="samples in a slot")
     parser.add_argument("--schedule", action="store_true", help="run the stages by a schedule of torch's")
+    parser.add_argument("--adds", action="store_true", help="FSDP2 adds the slots' gradients, and reduces in the last")
+    parser.add_argument("--sums", action="store_true", help="use the gang sdp within each slot, before its backward")
     parser.add_argument("--active", type=int, help="of the ranks, without the spares")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--faults", type=json.loads, default=[])
@@ -262,13 +273,14 @@ def main() -> None:
         blocks = nn.Sequential(
             *(Block(block, seat, layout, gangs, args.fsdp) for block in blocks_of(seat.pp, layout.pp))
         )
-        if args.schedule:
-            model: nn.Module = schedule.wrap(blocks, args.slot, keep=args.keep)
-        elif args.fsdp:
+        if args.fsdp:
             mesh = gangs.device_mesh("sdp")
             for block in blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(blocks, mesh=mesh)
+        if args.schedule:
+            model: nn.Module = schedule.wrap(blocks, args.slot, keep=args.keep)
+        elif args.fsdp:
             model = eg.ShardedDataParallel(manager, blocks, reduction=args.reduction, keep=args.keep)
         else:
             model = eg.DistributedDataParallel(manager, blocks, over="rdp", reduction=args.reduction, keep=args.keep)
@@ -281,7 +293,7 @@ def main() -> None:
 
     history = History(args.output_dir / "history", manager.member)
     losses: dict[tuple[int, int], float] = {}  # by step and slot, for those that are kept
-    schedule = Schedule(manager, faults, losses)
+    schedule = Schedule(manager, faults, losses, sums=args.sums)
     state = manager.build(build)
     batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=args.slot, seed=SEED)
     samples, targets = data()
@@ -297,15 +309,15 @@ def main() -> None:
             if slots.kept:
                 kept = [slot.number for slot in slots.kept]
                 history.write("kept", step=step.index, generation=step.generation, slots=kept)
-            pipeline = Pipeline(state, layout, manager.gangs.pp)
             gangs = manager.gangs
+            pipeline = Pipeline(state, layout, gangs, args)
             seat = [gangs.pp.rank, gangs.rdp.rank, gangs.sdp.rank, gangs.tp.rank]
             if args.schedule:
                 schedule.run(state.model, slots, samples, targets)
             for slot in () if args.schedule else slots:
                 value = pipeline.run(samples[slot.index], targets[slot.index], slot.last, faults)
                 losses[step.index, slot.number] = value
-                if args.keep:
+                if args.keep or args.adds:
                     computed = {"slot": slot.number, "seat": seat, "lost": manager.poisoned}
                     history.write("computed", step=step.index, generation=step.generation, **computed)
                     faults.slot_done(slot.number)

@@ -1,0 +1,38 @@
+"""A module of torch's `fully_shard` that a lost step has left: the repeated step finds nothing of it there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import sharded
+from tests.chaos.sharded import Reference, Sizes
+from tests.chaos.test_kills import at
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return sharded.reference_in(tmp_path_factory.mktemp("reference"), NUM_STEPS)
+
+
+# SHARDED-5
+def test_gradients_that_fully_shard_adds_are_forgotten_with_a_lost_step(tmp_path: Path, reference: Reference) -> None:
+    """It reduces them in the last slot of a rank's four. When the first slot of the killed rank is done, the others
+    have done at least three."""
+    sizes, faults = Sizes(active=4, sdp=2, fsdp=True), [at("slot", 1, slots=3, step=2), at("slot", 2, "comm", slots=3)]
+    job = sharded.run(tmp_path, sizes, faults, steps=NUM_STEPS, options=["--adds", "--slot", "1"])
+    sharded.check(job, sizes, faults, reference)
+
+
+# SHARDED-5
+def test_gradients_that_a_sharded_stage_adds_are_forgotten_with_a_lost_step(
+    tmp_path: Path, reference: Reference
+) -> None:
+    """torch's stages let it reduce after the last slot. A collective in the fifth forward or later ends the step."""
+    sizes, faults = Sizes(active=4, pp=2, sdp=2, fsdp=True), [at("slot", 0, "comm", step=2), at("slot", 3, "comm")]
+    options = ["--schedule", "--sums", "--slot", "1"]
+    job = sharded.run(tmp_path, sizes, faults, steps=NUM_STEPS, options=options)
+    sharded.check(job, sizes, faults, reference)
