@@ -266,14 +266,24 @@ def own_buffers(module: Any) -> tuple[dict[str, Tensor | None], set[str]]:
     return module._buffers, module._non_persistent_buffers_set
 
 
-def forget_gradients(module: Any) -> None:
-    """Let a `fully_shard` module forget gradients that it has not reduced."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+def forget_iteration(module: Any) -> None:
+    """Let a `fully_shard` module forget an iteration that was left: gradients that it has not reduced, and what it
+    knows of the forward, such as the order of the modules, by which backward prefetches. torch's `reset_iter_state`
+    leaves these gradients, and takes only a root that has run."""
+    module.reshard()
+    state = module._get_fsdp_state()
+    if state._is_root is None:  # the module has not run
+        return
+    for group in state._fsdp_param_groups:
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):  # the module has run
+            if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+    if state._is_root and hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
 
 
 def stored_values(tensor: Tensor) -> Tensor:

@@ -10,6 +10,10 @@ SHARDED-4  Behind its parts, each rank sends which of them are gradients and not
     is None, and no optimizer changes the parameter.
 SHARDED-5  With a dropped step, `fully_shard` forgets the gradients that it has not reduced. Otherwise the repeated step
     would add those of the slots once more.
+SHARDED-6  With each step, also a committed one, `fully_shard` forgets a forward that no backward has followed, such as
+    an evaluation: the order of the modules and the parameters that the root has gathered. Otherwise the ranks of an sdp
+    gang, of which one may be new, would prefetch different modules, and the next forward would use parameters from
+    before the update, or before the heal.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from elasticgang.collectives.work import Work
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.state.dtensor import like, local, local_gradient
-from elasticgang.torch_private import forget_gradients
+from elasticgang.torch_private import forget_iteration
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
 from elasticgang.train.slot_sum import counts_of
@@ -159,6 +163,12 @@ class ShardedDataParallel(nn.Module):
             for parameter, part, count in zip(parameters, parts, counts.tolist(), strict=True):
                 parameter.grad = like(part.view(local(parameter).shape), parameter) if count else None
         self._sums, self._has_contributed = [], False
+        self._forget_iteration()
+
+    def _forget_iteration(self) -> None:
+        """SHARDED-5, SHARDED-6."""
+        for part in self._fsdp_modules():
+            forget_iteration(part)
 
     def drop(self, *, rebuild: bool) -> None:
         for _, _, work in self._sums:
@@ -168,10 +178,7 @@ class ShardedDataParallel(nn.Module):
         self._sums, self._has_contributed = [], False
         for parameter in self._parameters_in_order:
             parameter.grad = None
-        for part in self._fsdp_modules():
-            forget_gradients(part)  # SHARDED-5
-            if rebuild:
-                part.reshard()
+        self._forget_iteration()
 
     def close(self) -> None:
         if self._of_slots is not None:

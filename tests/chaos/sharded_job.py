@@ -243,6 +243,11 @@ def blocks_of(stage: int, num_stages: int) -> Iterator[int]:
     return iter(range(stage * NUM_BLOCKS // num_stages, (stage + 1) * NUM_BLOCKS // num_stages))
 
 
+def evaluate(model: nn.Module, samples: Tensor) -> None:
+    with torch.no_grad():
+        model(samples)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
@@ -254,6 +259,7 @@ def main() -> None:
     parser.add_argument("--slot", type=int, default=SLOT, help="samples in a slot")
     parser.add_argument("--schedule", action="store_true", help="run the stages by a schedule of torch's")
     parser.add_argument("--adds", action="store_true", help="FSDP2 adds the slots' gradients, and reduces in the last")
+    parser.add_argument("--evaluates", action="store_true", help="also before and behind the slots of each step")
     parser.add_argument("--sums", action="store_true", help="use the gang sdp within each slot, before its backward")
     parser.add_argument("--active", type=int, help="of the ranks, without the spares")
     parser.add_argument("--output-dir", type=Path, required=True)
@@ -275,9 +281,9 @@ def main() -> None:
         )
         if args.fsdp:
             mesh = gangs.device_mesh("sdp")
-            for block in blocks:
+            for block in list(blocks)[: -1 if args.evaluates else None]:
                 fully_shard(block, mesh=mesh)
-            fully_shard(blocks, mesh=mesh)
+            fully_shard(blocks, mesh=mesh)  # the root has the parameters of the others
         if args.schedule:
             model: nn.Module = schedule.wrap(blocks, args.slot, keep=args.keep)
         elif args.fsdp:
@@ -305,6 +311,8 @@ def main() -> None:
             faults.wait_for_company()
             for block in state.model.module:
                 block.steps.add_(1)
+            if args.evaluates:
+                evaluate(state.model, samples)
             slots = batches.slots(step)
             if slots.kept:
                 kept = [slot.number for slot in slots.kept]
@@ -322,6 +330,8 @@ def main() -> None:
                     history.write("computed", step=step.index, generation=step.generation, **computed)
                     faults.slot_done(slot.number)
                     faults.at("slot")
+            if args.evaluates:
+                evaluate(state.model, samples)
             faults.at("body")
             mine = (*slots.kept, *slots)
             taken = [int(sample) for slot in mine for sample in slot.index]

@@ -1,4 +1,5 @@
-"""A module of torch's `fully_shard` that a lost step has left: the repeated step finds nothing of it there."""
+"""A module of torch's `fully_shard` that a lost step has left, or an evaluation: the next step finds nothing of it
+there."""
 
 from __future__ import annotations
 
@@ -36,3 +37,22 @@ def test_gradients_that_a_sharded_stage_adds_are_forgotten_with_a_lost_step(
     options = ["--schedule", "--sums", "--slot", "1"]
     job = sharded.run(tmp_path, sizes, faults, steps=NUM_STEPS, options=options)
     sharded.check(job, sizes, faults, reference)
+
+
+# SHARDED-6
+def test_the_order_of_a_forward_is_forgotten_with_a_lost_step(tmp_path: Path, reference: Reference) -> None:
+    """A collective behind the forward ends the step of the killed rank's peer, whose backward does not begin. The new
+    rank beside it has had no forward."""
+    sizes, faults = Sizes(active=4, sdp=2, fsdp=True), [at("forward", 1, step=2)]
+    job = sharded.run(tmp_path, sizes, faults, steps=NUM_STEPS, options=["--sums"])
+    sharded.check(job, sizes, faults, reference)
+    assert "timed out" not in job.stderr
+
+
+# SHARDED-6
+def test_an_evaluation_in_each_step_changes_nothing_when_a_rank_heals(tmp_path: Path, reference: Reference) -> None:
+    """It gathers the root's parameters from before the heal, or from before the update, and no backward follows it."""
+    sizes, faults = Sizes(active=4, sdp=2, fsdp=True), [at("forward", 1, step=1), at("body", 2)]
+    job = sharded.run(tmp_path, sizes, faults, steps=NUM_STEPS, options=["--evaluates"])
+    sharded.check(job, sizes, faults, reference)
+    assert "timed out" not in job.stderr
