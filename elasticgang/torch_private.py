@@ -266,6 +266,18 @@ def own_buffers(module: Any) -> tuple[dict[str, Tensor | None], set[str]]:
     return module._buffers, module._non_persistent_buffers_set
 
 
+def holds_gradients(module: Any) -> bool:
+    """Whether a `fully_shard` module holds gradients that it has not reduced, because its gradient sync is off."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)  # None: the module has not run
+            if parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                return True
+        if group._partial_reduce_output is not None:
+            return True
+    return False
+
+
 def forget_iteration(module: Any) -> None:
     """Let a `fully_shard` module forget an iteration that was left: gradients that it has not reduced, and what it
     knows of the forward, such as the order of the modules, by which backward prefetches. torch's `reset_iter_state`

@@ -14,6 +14,8 @@ SHARDED-6  With each step, also a committed one, `fully_shard` forgets a forward
     an evaluation: the order of the modules and the parameters that the root has gathered. Otherwise the ranks of an sdp
     gang, of which one may be new, would prefetch different modules, and the next forward would use parameters from
     before the update, or before the heal.
+SHARDED-7  With `reduction="reproducible"` or `keep`, `fully_shard` reduces the gradients of each slot by themselves.
+    Otherwise it would add those of several slots in an order of its own, or a slot would count as kept without them.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from elasticgang.collectives.work import Work
+from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.state.dtensor import like, local, local_gradient
-from elasticgang.torch_private import forget_iteration
+from elasticgang.torch_private import forget_iteration, holds_gradients
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
 from elasticgang.train.slot_sum import counts_of
@@ -97,8 +100,9 @@ class ShardedDataParallel(nn.Module):
             InvalidOperationError: with `reduction="reproducible"` or `keep`, outside the loop over the slots of a
                 `GlobalBatch`. Backward raises it with "reproducible" if `fully_shard` reduces gradients in another
                 dtype than that of the parameters, or if `sdp` is greater than 1 and it reduces a parameter's gradient
-                twice in a slot. Or a parameter requires gradients that did not when the module was wrapped; so does
-                `optim.step`.
+                twice in a slot. With "reproducible" or `keep`, the end of the context raises it if `fully_shard` has
+                not reduced the slot's gradients, because of `set_requires_gradient_sync(False)`. Or a parameter
+                requires gradients that did not when the module was wrapped. `optim.step` raises it for both.
         """
         step = self._manager.step
         step.check()
@@ -110,6 +114,15 @@ class ShardedDataParallel(nn.Module):
             for scatter in self._scatters:
                 scatter.begin_slot()
         yield
+        self._check_reduced()
+
+    def _check_reduced(self) -> None:
+        """SHARDED-7. Raises InvalidOperationError."""
+        if self._of_slots is not None and any(map(holds_gradients, self._fsdp_modules())):
+            raise InvalidOperationError(
+                'with `reduction="reproducible"` or `keep=True`, `fully_shard` must reduce the gradients of each slot, '
+                "but has not reduced those of the last one: leave out `set_requires_gradient_sync(False)`."
+            )
 
     @property
     def has_started(self) -> bool:
@@ -120,6 +133,7 @@ class ShardedDataParallel(nn.Module):
         if self._has_contributed:
             return
         self._trainable.check()
+        self._check_reduced()
         self._has_contributed = True
         for index, (dtype, parameters) in enumerate(self._by_dtype.items()):
             if self._of_slots is not None:

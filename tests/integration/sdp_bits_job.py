@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--repeats", action="store_true", help="each layer is called twice in a forward")
     parser.add_argument("--twice", action="store_true", help="two backwards in a slot")
+    parser.add_argument("--adds", action="store_true", help="`fully_shard` adds the slots, and reduces in the last one")
     parser.add_argument("--plain", action="store_true", help="without `fully_shard`")
     parser.add_argument("--leave-out", action="store_true", help="some parameters are not sharded")
     parser.add_argument("--kill", type=int, metavar="STEP", help="the last rank dies once, after backward")
@@ -105,6 +106,8 @@ def main() -> None:
             slots = batches.slots(step)
             for slot in slots:
                 with state.model.accumulate(last=slot.last):
+                    if args.adds:
+                        state.model.module.set_requires_gradient_sync(slot.last)
                     for _ in range(2 if args.twice else 1):
                         tokens = samples[slot.index]
                         logits = state.model(tokens[:, :-1]).float().flatten(0, 1)

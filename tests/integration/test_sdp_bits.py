@@ -78,14 +78,17 @@ def test_sgd_and_forwards_in_bfloat16_and_layers_that_are_called_twice(
     assert digest_of(tmp_path / "two", "sdp=2", 2, *options) == one
 
 
+UNREDUCED = "must reduce the gradients of each slot, but has not reduced those of the last one: leave out `set_requ"
 REFUSED = {
     "sums in the dtype of the forward": (("--policy", "rounded"), "give its MixedPrecisionPolicy `reduce_dtype="),
     "two backwards in a slot": (("--twice",), "must reduce a gradient once in a slot, but reduces that of"),
+    "slots that are added first": (("--adds",), UNREDUCED),
+    "slots that are added first, and kept": (("--adds", "--keep", "--reduction", "sum"), UNREDUCED),
     "parameters that are not sharded": (("--leave-out",), "does not shard embedding.weight: its gradients would be"),
 }
 
 
-# SCATTER-1, SCATTER-2
+# SCATTER-1, SCATTER-2, SHARDED-7
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_depend_on_sdp_is_refused(name: str, tmp_path: Path) -> None:
     options, message = REFUSED[name]

@@ -3,6 +3,7 @@ with real jobs."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -54,7 +55,7 @@ class Trained:
     """A sharded model of layers, wrapped. `num_of_root`: the root has the parameters of so many. `log`: the collectives
     of its present step."""
 
-    def __init__(self, mesh: DeviceMesh, manager: QuorumManager, *, num_of_root: int) -> None:
+    def __init__(self, mesh: DeviceMesh, manager: QuorumManager, *, num_of_root: int = 0, keep: bool = False) -> None:
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
         self.log: list[str] = []
@@ -63,7 +64,7 @@ class Trained:
             sharded = cast(FSDPModule, layer)
             sharded.set_custom_all_gather(cast(Any, Gather(name, self.log)))
             sharded.set_custom_reduce_scatter(cast(Any, Scatter(name, self.log)))
-        self.model = eg.ShardedDataParallel(manager, self.layers)
+        self.model = eg.ShardedDataParallel(manager, self.layers, keep=keep)
 
     def reduce(self, is_on: bool) -> None:
         """Whether backward reduces the gradients."""
@@ -189,3 +190,27 @@ def test_an_evaluation_changes_neither_parameters_nor_collectives_of_the_next_st
         return logs, [cast(Any, value.detach()).to_local().tolist() for value in each.layers.parameters()]
 
     assert run(evaluates=True) == run(evaluates=False)
+
+
+# SHARDED-7
+@pytest.mark.parametrize("where", ["inside `accumulate`", "behind it"])
+def test_a_slot_whose_gradients_are_only_added_is_refused_if_slots_are_kept(where: str, mesh: DeviceMesh) -> None:
+    manager = alone()
+    kept = Trained(mesh, manager, keep=True)
+    optim = eg.Optimizer(manager, torch.optim.SGD(kept.layers.parameters(), lr=0.1))
+    manager.register_state(model=kept.model, optim=optim)
+    for num_tries, step in enumerate(manager.steps(2)):
+        kept.reduce(num_tries != 1)
+        with contextlib.ExitStack() as stack:
+            if num_tries == 1:
+                message = r"must reduce the gradients of each slot, .*: leave out `set_requires_gradient_sync\(False\)`"
+                stack.enter_context(pytest.raises(eg.InvalidOperationError, match=message))
+            stack.enter_context(step)
+            for slot in eg.GlobalBatch(1, size=1, slot=1).slots(step):
+                with kept.model.accumulate(last=slot.last):
+                    loss = kept.forward()
+                    if where != "behind it":
+                        loss.backward()  # type: ignore[no-untyped-call]
+                if where == "behind it":
+                    loss.backward()  # type: ignore[no-untyped-call]
+            assert optim.step(weight=1.0)
