@@ -338,10 +338,11 @@ class AgentSession:
         if self.lease_until_s is not None:
             out += [] if known is not None else self._set_lease()
             out += self._deliver_held()
-        elif not self._beats_s:
-            out += self._heartbeat(now_s)
         out += self._notices(push.over, push.joining)
-        return out + self._send(Accepted(record.generation, record.digest))  # after what ranks wait for
+        out += self._send(Accepted(record.generation, record.digest))  # after what ranks wait for
+        if self._held is not None:
+            out += self._heartbeat(now_s)  # one before `Accepted` renews no lease (UNACCEPTED)
+        return out
 
     def _deliver_held(self) -> Instructions:
         record, self._held = self._held, None

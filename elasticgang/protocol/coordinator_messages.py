@@ -209,7 +209,8 @@ AgentMessage = (
 @value(frozen=True)
 class Welcome:
     """A snapshot: first in each session, and again when the term or the office changes. Notices that were lost with a
-    former session are in it. `everywhere`: the coordinator listens on all addresses of its machine."""
+    former session are in it. `in_office`: also, the agent has accepted the newest record, if it was sent it.
+    `everywhere`: the coordinator listens on all addresses of its machine."""
 
     term: Term
     in_office: bool

@@ -22,6 +22,9 @@ LOST     An agent is declared lost once it was silent for `lost_after_s` while t
          lost, and where a record is known, a silent session is closed after half a lease: the operator's word, which
          may be given while leases last, covers no agent that has a session. An exit ends the generation, unless the job
          has finished in it: all its ranks had connections then, which break by themselves.
+UNACCEPTED  An agent that was sent the newest record is not heard until it has accepted it, whatever it sends, and gets
+         no answer that renews a lease. So it is lost in the end (LOST), also if it opens one session after the other,
+         for example because its network loses large packets. It stays lost until it accepts the record.
 MOVED    After a restart from its state directory at another address, a coordinator declares no agent lost for its
          silence that has not promised its term: a connection refused at the old address renews that agent's lease.
 LEFT     An agent has left for good if it has said so in its session, which began with all that it had accepted; or if
@@ -145,6 +148,7 @@ class _Session:
     seen: RecordRef | None
     promised: bool = False
     former: str = ""  # the id for which it speaks too (PROMISE)
+    is_denied: bool = False  # UNACCEPTED: its newest `Welcome` does not say that this coordinator is in office
     told: str = ""  # NOTICE: the newest reason
 
 
@@ -186,6 +190,9 @@ class CoordinatorState:
     _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
     _before: Decision | None = None  # BACK: the one before, until an agent has accepted the newest
     _given_up: Decision | None = None  # BACK: the newest
+    _owing: set[str] = field(
+        default_factory=set
+    )  # UNACCEPTED: agents that were here without having accepted the record
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
     _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes
@@ -278,6 +285,8 @@ class CoordinatorState:
         if isinstance(event, Persisted):
             return self._persisted(event.digest)
         if self._deciding is not None and not self._is_harmless(event):
+            if isinstance(event, Received):
+                self._hear(event.session)  # later, it may owe the record that is being written
             self._deferred.append(event)
             return []
         return self._handle(event)
@@ -309,10 +318,10 @@ class CoordinatorState:
             if isinstance(message, KnownDecision) and number in self._unlearned:
                 return self._known(number, message.decision)
             return []  # of a session that was closed
-        self._silences.hear(session.agent)
+        is_heard = self._hear(number)
         match message:
             case Heartbeat(beat):
-                return [Send(number, HeartbeatAnswer(beat, self.in_office))]
+                return [Send(number, HeartbeatAnswer(beat, is_heard and self.in_office))]
             case Promise():
                 return self._promise(number, message)
             case KnownDecision():
@@ -332,6 +341,17 @@ class CoordinatorState:
                 return self._exit(session.agent, f"agent {session.agent} ends: {reason}", has_left=True)
             case PeerMessage(topic, data):
                 return self._broadcast(PeerMessage(topic, data, session.agent), number)
+
+    def _hear(self, number: int) -> bool:
+        """UNACCEPTED: False if it owes an acceptance."""
+        session = self.sessions.get(number)
+        if session is None:
+            return False
+        if self._owes(session):
+            self._owing.add(session.agent)
+            return False
+        self._silences.hear(session.agent)
+        return True
 
     # -- time
 
@@ -403,7 +423,7 @@ class CoordinatorState:
         out: Instructions = []
         is_harmless = record.generation == self._finished_in and self._exited.issuperset(agents)
         for agent in agents:
-            out += self._close(agent, f"agent {agent} is declared lost")
+            out += self._close(agent, self._why_lost(agent, record))
         new = tuple([agent for agent in agents if agent not in self.lost])
         if new and not is_harmless:
             out += self._broadcast(Notice("left" if has_left else "lost", "", new))
@@ -414,6 +434,14 @@ class CoordinatorState:
             how = "has left" if has_left else "is lost"
             out += self._end(EndGeneration(record.generation, f"agent {', '.join(agents)} {how}"))
         return out + self._decide()
+
+    def _why_lost(self, agent: str, record: Record) -> str:
+        if agent not in self._owing:
+            return f"agent {agent} is declared lost"
+        return (
+            f"agent {agent} is declared lost: it has not accepted generation {record.generation}; does the path to it "
+            "lose large packets?"
+        )
 
     # -- sessions
 
@@ -440,12 +468,13 @@ class CoordinatorState:
                 self._unlearned[number], self._asked[hello.agent] = hello, number
                 return [*out, Send(number, RequestDecision(ref.digest))]
         known = None if hello.decision is None else RecordRef(hello.decision.generation, hello.decision.digest)
-        self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, known)
+        session = self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, known)
         self._session_of[hello.agent] = number
-        self._silences.hear(hello.agent)
-        self.lost.discard(hello.agent)
         self._exited.discard(hello.agent)
-        self._reconsider(hello.agent)
+        if hello.agent not in self._owing or not self._owes(session):
+            self._hear_back(hello.agent)
+        if self._owes(session):
+            self._owing.add(hello.agent)
         if hello.finished:
             out += self._finish(number, hello.finished)
         out += self._learn_term(hello.term)
@@ -460,7 +489,7 @@ class CoordinatorState:
             out += self._end(EndGeneration(hello.over, "it was over when an agent came back"), number)
         if self.in_office and self._is_evicted(number):
             return [*out, self._evict(number)]
-        out.append(Send(number, self._welcome()))
+        out.append(Send(number, self._welcome(session)))
         if known is not None:
             out += self._accepted(number, known)
         if self.in_office:
@@ -485,6 +514,12 @@ class CoordinatorState:
         if self._was_in_office and not self.in_office:
             self._leave_office()
 
+    def _hear_back(self, agent: str) -> None:
+        self._owing.discard(agent)
+        self._silences.hear(agent)
+        self.lost.discard(agent)
+        self._reconsider(agent)
+
     def _reconsider(self, agent: str) -> None:
         """REJOIN."""
         if self._is_member(agent):
@@ -498,8 +533,16 @@ class CoordinatorState:
         """SENDER."""
         return self._incarnations.setdefault(hello.agent, hello.incarnation) != hello.incarnation
 
-    def _welcome(self) -> Welcome:
-        return Welcome(self.term, self.in_office, self.over, self.joining, self.finished, self.everywhere)
+    def _welcome(self, session: _Session) -> Welcome:
+        in_office = self.in_office
+        session.is_denied = in_office and self._owes(session)
+        leads = in_office and not session.is_denied
+        return Welcome(self.term, leads, self.over, self.joining, self.finished, self.everywhere)
+
+    def _welcome_again(self) -> Instructions:
+        """UNACCEPTED: agents that owe nothing any more."""
+        denied = [number for number, session in self.sessions.items() if session.is_denied and not self._owes(session)]
+        return [Send(number, self._welcome(self.sessions[number])) for number in denied]
 
     def _promise(self, number: int, promise: Promise) -> Instructions:
         session = self.sessions[number]
@@ -556,6 +599,7 @@ class CoordinatorState:
         self.joining = min(self.joining, decision.record.generation - 1)  # it may be another one of that number
         self._parents = frozenset()
         self._before = self._given_up = None
+        self._owing.clear()
         self._take_back_word()
         self.lost.clear()
         self._exited.clear()
@@ -574,7 +618,7 @@ class CoordinatorState:
         out = self._persist()
         for session in self.sessions.values():
             session.promised = False
-        return out + self._broadcast(self._welcome())
+        return out + [Send(number, self._welcome(session)) for number, session in self.sessions.items()]
 
     def _grant(self) -> Instructions:
         """OFFICE (c), WORD."""
@@ -606,6 +650,7 @@ class CoordinatorState:
         self._given_up, self.decision = self.decision, before
         self.own = False
         self._before, self._parents = None, frozenset()
+        self._owing.clear()
         generation = before.record.generation
         self.over, self.joining = min(self.over, generation), min(self.joining, generation)  # of the next one anew
         return self._persist()
@@ -615,7 +660,7 @@ class CoordinatorState:
         out = self._go_back(before)
         for number in self.sessions:  # what they know is an ancestor of the dropped record, and of the one before
             out += self._greet(number)  # with `joining`
-        return out
+        return out + self._welcome_again()
 
     def _enter_office(self) -> Instructions:
         self._was_in_office = True
@@ -626,7 +671,7 @@ class CoordinatorState:
             if self._is_evicted(number):
                 out.append(self._evict(number))
             else:
-                out.append(Send(number, self._welcome()))
+                out.append(Send(number, self._welcome(self.sessions[number])))
                 out += self._greet(number)
         return out + self._announce(self._reports)
 
@@ -658,9 +703,22 @@ class CoordinatorState:
         """ACCEPT."""
         return not self._parents or agent in self._parents
 
+    def _owes(self, session: _Session) -> bool:
+        """UNACCEPTED"""
+        record = self.record
+        if record is None or (session.seen is not None and session.seen.digest == record.digest):
+            return False
+        return record.has_agent(session.agent) and self._may_be_sent(session.agent) and self.in_office
+
     def _accepted(self, number: int, ref: RecordRef) -> Instructions:
-        self.sessions[number].seen = ref
-        return self._note_accepted(self.sessions[number].agent, ref)
+        out: Instructions = []
+        session = self.sessions[number]
+        owed = self._owes(session)
+        session.seen = ref
+        if owed and not self._owes(session):
+            self._hear_back(session.agent)
+            out += [Send(number, self._welcome(session))] if session.is_denied else []
+        return out + self._note_accepted(session.agent, ref)
 
     def _note_accepted(self, agent: str, ref: RecordRef) -> Instructions:
         record, out = self.record, []
@@ -697,6 +755,8 @@ class CoordinatorState:
         out: Instructions = []
         if self._before is not None or self._given_up is not None:  # BACK: `Accepted` may come later than the report
             out += self._note_accepted(session.agent, report.newest_record)
+        if self.record is not None and report.newest_record == self.record.ref and self._owes(session):
+            out += self._accepted(number, report.newest_record)
         self._reports[session.agent] = report
         self._num_founders = max(self._num_founders, report.min_agents)
         if self._first_report_s is None:
@@ -915,6 +975,7 @@ class CoordinatorState:
         self._undecided = ""
         self.lost.clear()
         self._exited.clear()
+        self._owing.clear()
         self._silences.expect(record.agents)
         self._parents = frozenset() if is_by_directory else self._must_accept(before, record)
         self._before, self._given_up = None if is_by_directory else known, None
@@ -924,7 +985,7 @@ class CoordinatorState:
             if record.has_agent(session.agent) and self._may_be_sent(session.agent):
                 self._withdraw_report(session.agent)  # of the others it stands: the record may never reach them
                 out.append(Send(number, push))
-        return out + self._announce(self._reports)
+        return out + self._welcome_again() + self._announce(self._reports)
 
     def _must_accept(self, before: Record | None, record: Record) -> frozenset[str]:
         """ACCEPT."""

@@ -34,7 +34,10 @@ MAIN = "main"
 
 _JOINS = re.compile(r"joins (slowly )?with (\d+)(?: of another (\w+))?(?: as (\S+))?")
 _HOST_FAULTS = frozenset(
-    {"dies", "is cut off", "is parted", "is back", "freezes", "thaws", "stops", "goes on", "is slow", "is quick"}
+    {
+        *("dies", "is cut off", "is parted", "is back", "freezes", "thaws", "stops", "goes on", "is slow", "is quick"),
+        *("is narrow", "is wide"),
+    }
 )
 _COORDINATOR_FAULTS = frozenset({"crashes", "is parted", "is back", "stops", "goes on"})
 
@@ -264,6 +267,9 @@ class Cluster:
             case "is slow" | "is quick":
                 host.is_slow = verb == "is slow"
                 self.seen.add("slow session")
+            case "is narrow" | "is wide":
+                host.is_narrow = verb == "is narrow"
+                self.seen.add("narrow network")
             case _ if verb in host_moves.FAULTS:
                 host.inject(self, verb)
             case _:

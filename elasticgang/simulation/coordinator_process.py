@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from elasticgang.protocol.coordinator_messages import (
     JOB_TIMEOUTS,
     NO_TERM,
+    Accepted,
     AgentExited,
     AgentMessage,
     CloseSession,
@@ -55,7 +56,7 @@ def clock_rate(number: int) -> float:
 
 class SimulatedSession:
     """One connection. An end that is closed receives nothing more; the other end sees the end of the stream after what
-    was sent."""
+    was sent. `accepted`: the digest of the newest record that the coordinator knows the agent to have accepted."""
 
     def __init__(self, number: int, host: Host, coordinator: CoordinatorProcess) -> None:
         self.number, self.host, self.coordinator = number, host, coordinator
@@ -63,6 +64,7 @@ class SimulatedSession:
         self.to_coordinator: deque[AgentMessage] = deque()
         self.to_agent: deque[CoordinatorMessage] = deque()
         self.is_agent_open = self.is_coordinator_open = True
+        self.accepted = ""
 
 
 @dataclass
@@ -261,9 +263,14 @@ class CoordinatorProcess:
         if isinstance(message, Promise) and message.term == self.state.term and session.number in self.state.sessions:
             self.promises.update({session.agent, session.agent_session.former} - {""})
         self.do(cluster, Received(session.number, message))
+        if isinstance(message, (Hello, Accepted)):
+            ref = message.decision if isinstance(message, Hello) else message
+            session.accepted = "" if ref is None else ref.digest
         if session.number in self.state.sessions:
             self.excused.discard(session.agent)
-            self.heard_s[session.agent] = cluster.now_s - self.idle_s
+            record = self.state.record
+            if record is None or session.agent not in record.agents or session.accepted == record.digest:
+                self.heard_s[session.agent] = cluster.now_s - self.idle_s
 
     def lose(self, cluster: Cluster, number: int) -> None:
         session = self.sessions.pop(number)

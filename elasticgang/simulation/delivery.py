@@ -79,7 +79,7 @@ def _receive_all(cluster: Cluster, host: Host) -> bool:
         connection = host.connection
         if connection.coordinator.zone != host.zone:
             break
-        if connection.to_agent:
+        if host.may_receive:
             host_session.receive(host, cluster)
         elif not connection.is_coordinator_open:
             host.perform(cluster, "loses its session")

@@ -49,6 +49,7 @@ FAULTS = (
 )
 # Where coordinators contend. Elsewhere their weight is 0, so that equal seeds give the same schedules as before.
 CONTENDED_FAULTS = ("loses its address",)
+NARROW_FAULTS = ("is narrow",)  # likewise, where networks lose large packets
 RARE = {
     "coordinator crashes": 0.4,
     "coordinator restarts": 0.4,
@@ -72,7 +73,7 @@ RARE = {
     "forks late": 0.25,
 }
 _AIMS = ("deciding", "pushing", "pushed to one", "written")
-_OF_HOSTS = frozenset({"is cut off", "host dies", "gets SIGTERM", "gets SIGINT"})
+_OF_HOSTS = frozenset({"is cut off", "host dies", "gets SIGTERM", "gets SIGINT", "is narrow"})
 _INCOMPATIBLE = ("job", "layout", "protocol")
 _SLOW_JOIN_RATE = 0.5
 _RUTHLESS_RATE = 0.02
@@ -83,7 +84,7 @@ _MAX_HOSTS = 5
 
 class Faults:
     """`do` makes a move if it is possible; `pick` chooses. `likings`: how often each of
-    `FAULTS` and `CONTENDED_FAULTS` is injected.
+    `FAULTS`, `CONTENDED_FAULTS` and `NARROW_FAULTS` is injected.
     `has_seconds`: whether several coordinators run at once. `slow`: the host or coordinator that is slow. `aim`: at
     which point a coordinator is to crash."""
 
@@ -106,7 +107,7 @@ class Faults:
     def inject_one(self) -> None:
         cluster, chance = self._cluster, self._chance
         hosts = [host for host in cluster.hosts.values() if host.alive]
-        (kind,) = chance.choices(FAULTS + CONTENDED_FAULTS, cum_weights=self._cumulated)
+        (kind,) = chance.choices(FAULTS + CONTENDED_FAULTS + NARROW_FAULTS, cum_weights=self._cumulated)
         living = cluster.living()
         match kind:
             case "coordinator crashes":
@@ -264,7 +265,7 @@ class Faults:
         for host in cluster.hosts.values():
             if host.alive:
                 states = ((host.is_frozen, "thaws"), (host.is_stopped, "goes on"), (host.zone != "", "is back"))
-                mends += [(host.name, verb) for is_so, verb in states if is_so]
+                mends += [(host.name, verb) for is_so, verb in (*states, (host.is_narrow, "is wide")) if is_so]
         living = cluster.living()
         mends += [(c.name, "goes on") for c in living if c.is_stopped]
         mends += [(c.name, "is back") for c in living if c.zone]

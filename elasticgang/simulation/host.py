@@ -33,6 +33,7 @@ from elasticgang.protocol.coordinator_messages import (
     JoinRequest,
     Notify,
     PeerMessage,
+    Push,
     ReportRequested,
 )
 from elasticgang.simulation import host_session, promises
@@ -52,7 +53,8 @@ _MAX_NOT_STARTED = 12
 class Host:
     """`mismatch`: what about it is not as the job is: "job", "layout" or "protocol". `num_seats`: how many it requests;
     None: one for each of its ranks. `zone`: its part of a parted network. `is_frozen`: the whole host stands still;
-    `is_stopped`: the agent alone. `is_slow`: its sessions carry nothing while time passes. `lease_until_s`: what the
+    `is_stopped`: the agent alone. `is_slow`: its sessions carry nothing while time passes. `is_narrow`: they carry
+    no record to it, and nothing after one, since its network loses large packets. `lease_until_s`: what the
     ranks read. `forks_late`: a fork is a move of its own; `is_exhausted`: and fails. `has_begun`: its agent was
     welcomed under its present id."""
 
@@ -78,7 +80,7 @@ class Host:
         self.num_started = [0] * num_ranks
         self.is_duplicate = agent != ""
         self.rate = clock_rate(len(cluster.hosts))
-        self.is_frozen = self.is_stopped = self.is_slow = False
+        self.is_frozen = self.is_stopped = self.is_slow = self.is_narrow = False
         self.zone = ""
         self.said_goodbye = False
         self.forks_late = forks_late
@@ -128,7 +130,7 @@ class Host:
 
     @property
     def is_cut(self) -> bool:
-        return self.zone != "" or self.is_frozen
+        return self.zone != "" or self.is_frozen or self.is_narrow
 
     @property
     def num_successors(self) -> int:
@@ -144,6 +146,14 @@ class Host:
         return self.lease_until_s is None or self.clock_s(cluster) >= self.lease_until_s
 
     # -- what it can do
+
+    @property
+    def may_receive(self) -> bool:
+        """Something waits for it in its session, and its network carries that."""
+        connection = self.connection
+        if connection is None or not connection.to_agent or connection.coordinator.zone != self.zone:
+            return False
+        return not (self.is_narrow and isinstance(connection.to_agent[0], Push))
 
     moves, faults = moves, faults
 

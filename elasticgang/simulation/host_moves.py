@@ -31,7 +31,7 @@ def moves(host: Host, cluster: Cluster) -> list[str]:
             moves += [f"dials {c.name}" for c in cluster.listening(host.zone) if host.may_dial(c)]
             moves += [f"finds nobody at {address}" for address in cluster.refusing(host.zone)]
     else:
-        if connection.to_agent and connection.coordinator.zone == host.zone:
+        if host.may_receive:
             moves.append("receives")
         elif not connection.is_coordinator_open or connection.coordinator.zone != host.zone:
             moves.append("loses its session")

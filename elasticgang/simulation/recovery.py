@@ -113,7 +113,8 @@ def _repair(cluster: Cluster, do: Callable[[Move], None], num_whole: int) -> Non
         if c.is_stopped:
             do((c.name, "goes on"))
     for host in [host for host in cluster.hosts.values() if host.alive]:
-        for is_so, verb in ((host.is_frozen, "thaws"), (host.is_stopped, "goes on"), (host.is_slow, "is quick")):
+        mends = ((host.is_frozen, "thaws"), (host.is_stopped, "goes on"), (host.is_slow, "is quick"))
+        for is_so, verb in (*mends, (host.is_narrow, "is wide")):
             if is_so:
                 do((host.name, verb))
         if host.alive and host.zone:

@@ -69,6 +69,9 @@ def found(**options: Any) -> tuple[Driver, int, int]:
         assert persist.decision is not None
         out = driver.do(m.Persisted(persist.decision.record.digest))
     assert [i.session for i in out if isinstance(i, m.Send) and isinstance(i.message, m.Push)] == [a, b]
+    ref = record(driver).ref
+    for session in (a, b):
+        driver.hear(session, m.Accepted(ref.generation, ref.digest))
     return driver, a, b
 
 

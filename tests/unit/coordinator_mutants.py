@@ -76,8 +76,12 @@ def _skip_absent(self: CoordinatorState, record: Record) -> str | None:
     return "somebody is not ready" if any(agent not in reports for agent in present) else None
 
 
-def _welcome_without_notices(self: CoordinatorState) -> Welcome:
-    return replace(_welcome(self), over=0, joining=0)
+def _welcome_without_notices(self: CoordinatorState, session: Any) -> Welcome:
+    return replace(_welcome(self, session), over=0, joining=0)
+
+
+def _welcome_whoever_owes(self: CoordinatorState, session: Any) -> Welcome:
+    return replace(_welcome(self, session), in_office=self.in_office)
 
 
 def _notices_lost(self: AgentSession, over: int, joining: int) -> Any:
@@ -255,6 +259,8 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a record that nobody has accepted outlives its office": ((CoordinatorState, "_leave_office", _keep_unaccepted),),
     "joiners are sent a record at once": ((CoordinatorState, "_must_accept", always(frozenset())),),
     "an id is free once its agent is lost": ((CoordinatorState, "_is_duplicate", _free_once_lost),),
+    "an agent that accepts no record is heard": ((CoordinatorState, "_owes", always(False)),),
+    "an agent that accepts no record gets a lease": ((CoordinatorState, "_welcome", _welcome_whoever_owes),),
     "two processes have one id": ((CoordinatorState, "_is_duplicate", always(False)),),
     "a lease runs from the answer": ((AgentSession, "_renew", _renew_from_the_answer),),
     "any refusal renews the lease": ((AgentSession, "_refused", _refused_anywhere),),

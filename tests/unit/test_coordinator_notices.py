@@ -77,6 +77,7 @@ def test_agents_that_are_lost_together_are_one_notice() -> None:
     for session, name in zip(sessions, "abcd", strict=True):
         driver.hear(session, m.Ready(report(name)))
     assert record(driver).agents == ("a", "b", "c", "d")
+    driver.hear(a, m.Accepted(1, record(driver).digest))
     notices = []
     for _ in range(30):
         notices += sent(driver.wait(0.5), m.Notice)

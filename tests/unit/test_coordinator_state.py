@@ -569,3 +569,72 @@ def test_a_coordinator_does_not_look_at_all_reports_whenever_an_agent_comes(monk
     out = driver.hear(driver.open(names[-1]), m.Ready(replace(report(names[-1]), min_agents=40)))
     assert sum(isinstance(i, m.Send) and isinstance(i.message, m.Push) for i in out) == 40
     assert looks == [39, 40]
+
+
+# UNACCEPTED
+def test_an_agent_that_comes_back_without_accepting_the_record_is_lost_and_stays_so_until_it_does() -> None:
+    driver, a, b = found()
+    first = driver.state.decision
+    assert first is not None
+    for session, agent in ((a, "a"), (b, "b")):
+        driver.hear(session, m.Ready(report(agent, first.record.ref)))
+    second = record(driver)
+    driver.hear(a, m.Accepted(2, second.digest))
+    pushed, out = [], []
+    for _ in range(9):  # small messages pass between them, and the record does not
+        driver.do(m.SessionClosed(b))
+        b = driver.num_sessions = driver.num_sessions + 1
+        pushed += driver.hear(b, m.Hello("b", "b", b, decision=first.ref))
+        assert driver.hear(b, m.Heartbeat(1)) == [m.Send(b, m.HeartbeatAnswer(1, False))]
+        out += driver.wait_with(a, 1.5)
+    assert [i.message for i in pushed if isinstance(i.message, m.Welcome)] == [m.Welcome(driver.state.term, False)] * 9
+    assert sum(isinstance(i.message, m.Push) for i in pushed) == 9
+    assert driver.state.lost == {"b"}
+    assert m.Send(a, m.EndGeneration(2, "agent b is lost")) in out
+    (closed,) = (i for i in out if isinstance(i, m.CloseSession))
+    assert "it has not accepted generation 2" in closed.reason
+
+    b = driver.num_sessions = driver.num_sessions + 1
+    driver.hear(b, m.Hello("b", "b", b, decision=first.ref))
+    assert driver.state.lost == {"b"}
+    out = driver.hear(b, m.Accepted(2, second.digest))
+    assert driver.state.lost == set()
+    assert m.Send(b, m.Welcome(driver.state.term, True, over=2)) in out
+    assert driver.hear(b, m.Heartbeat(2)) == [m.Send(b, m.HeartbeatAnswer(2, True))]
+
+
+# UNACCEPTED
+def test_an_agent_that_is_left_out_of_the_record_that_it_owed_is_welcomed_as_a_joiner() -> None:
+    driver, a, b = found()
+    first = driver.state.decision
+    assert first is not None
+    for session, agent in ((a, "a"), (b, "b")):
+        driver.hear(session, m.Ready(report(agent, first.record.ref)))
+    driver.hear(a, m.Accepted(2, record(driver).digest))
+    driver.hear(b, m.Heartbeat(1))
+    driver.wait_with(a, driver.state.timeouts.lost_after_s + 1)
+    assert driver.state.lost == {"b"}
+    b = driver.num_sessions = driver.num_sessions + 1
+    driver.hear(b, m.Hello("b", "b", b, decision=first.ref))
+    out = driver.hear(a, m.Ready(report("a", record(driver).ref)))
+    assert record(driver).agents == ("a",)
+    assert m.Send(b, m.Welcome(driver.state.term, True, over=2)) in out
+
+
+# UNACCEPTED
+def test_what_comes_while_a_record_is_written_is_heard() -> None:
+    """Afterwards the agent owes that record."""
+    driver, a, b = found(has_directory=True)
+    driver.wait(6.0)
+    driver.hear(a, m.Ready(report("a", record(driver).ref)))
+    (persist,) = driver.hear(b, m.Ready(report("b", record(driver).ref)))
+    assert isinstance(persist, m.Persist)
+    assert persist.decision is not None
+    driver.wait(6.0)
+    for session in (a, b):
+        driver.hear(session, m.PeerMessage("topic", "data"))
+    driver.do(m.Persisted(persist.decision.record.digest))
+    driver.wait(12.0)
+    assert driver.state.lost == set()
+    driver.wait(1.0)
+    assert driver.state.lost == {"a", "b"}

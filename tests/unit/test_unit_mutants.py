@@ -195,6 +195,7 @@ RULES = {
     ),
     "SESSION-ORDER": ("the higher generation is newer",),
     "SESSION-TERM": ("equal numbers are one term",),
+    "UNACCEPTED": ("an agent that accepts no record gets a lease", "an agent that accepts no record is heard"),
     "UNBOUND": ("an agent without a record is fenced", "an agent without a record is in a hurry"),
     "WORD": ("the operator's word stands for all agents", "an agent that comes back stays excused"),
 }
