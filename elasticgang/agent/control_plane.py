@@ -413,7 +413,7 @@ class ControlPlane:
 
     def _on_notice(self, notice: Notice) -> None:
         match notice.topic:
-            case "undecided":
+            case "undecided" | "waiting":
                 self._callbacks.write_line(f"elasticgang: no generation can be agreed yet: {notice.reason}")
             case "refused":
                 self._callbacks.write_line(f"elasticgang: agent {', '.join(notice.agents)} is refused: {notice.reason}")

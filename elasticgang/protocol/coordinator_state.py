@@ -47,7 +47,8 @@ REJOIN   An agent that was declared lost may come back, as a joiner that may bri
 ABANDON  A job is abandoned once no agent has a session, and every agent of its record is lost, or the coordinator is
          not in office. It may be forgotten: what is known of it is in the state directory, or with agents.
 NOTICE   While a proposal is undecided, each session is told why once, after the reason has held for `notice_s`: what an
-         earlier session of the agent was told may not have arrived.
+         earlier session of the agent was told may not have arrived. While ready agents wait for others of a generation
+         that is over, likewise for whom.
 NEWEST   An agent has one session here: the newest that it has opened. An older one is closed, whether it has begun or
          the agent has yet to send the decision that its hello names.
 SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
@@ -104,6 +105,8 @@ from elasticgang.protocol.next_record import mismatch, next_record
 from elasticgang.protocol.record import NO_RECORD, Record, RecordRef, Report, Undecided, Unrecoverable
 
 Instructions: TypeAlias = "list[CoordinatorInstruction]"
+
+_MAX_NAMED = 4  # in a notice
 
 
 @dataclass
@@ -204,6 +207,7 @@ class CoordinatorState:
     _is_founding_due: bool = False  # the next tick looks whether there are enough
     _undecided: str = ""  # the newest reason for which a proposal was undecided: it holds while it is `reason`
     _undecided_s: float = 0.0  # since when
+    _waiting_s: float | None = None  # NOTICE: since when ready agents wait for others
     _now_s: float = 0.0
     _silences: Silences = field(init=False)
 
@@ -374,7 +378,7 @@ class CoordinatorState:
         out += self._declare_lost(gone) if gone else []
         if len(gone) < len(silent):
             out += self._decide()  # for its reason
-        out += self._tell_undecided()
+        out += self._tell_undecided() + self._tell_waiting()
         if self.record is None and (self._is_founding_due or self._is_founding_over()):
             out += self._decide(on_tick=True)
         return out
@@ -391,10 +395,35 @@ class CoordinatorState:
         reason = self._undecided
         if not reason or self.reason != reason or self._now_s - self._undecided_s < self.timeouts.notice_s:
             return []
-        untold = [number for number, session in self.sessions.items() if session.told != reason]
+        return self._tell(Notice("undecided", reason))
+
+    def _tell_waiting(self) -> Instructions:
+        """NOTICE."""
+        record = self.record
+        waits = record is not None and self.over >= record.generation and bool(self._reports) and not self.finished
+        if record is None or not waits or self.unrecoverable or self._waits(record) is None:
+            self._waiting_s = None
+            return []
+        if self._waiting_s is None:
+            self._waiting_s = self._now_s
+        if self._now_s - self._waiting_s < self.timeouts.notice_s:
+            return []
+        return self._tell(Notice("waiting", f"waiting for agent {self._awaited(record)}"))
+
+    def _awaited(self, record: Record) -> str:
+        """PRESENT: the first few of them, with their hosts."""
+        reports = self.reports()
+        hosts = dict(zip(record.agents, (a.rpartition(":")[0] for a in record.addresses), strict=False))
+        missing = [agent for agent in record.agents if agent not in reports and agent not in self.lost]
+        named = [f"{agent} (at {hosts[agent]})" if hosts.get(agent) else agent for agent in missing[:_MAX_NAMED]]
+        num_more = len(missing) - len(named)
+        return ", ".join(named) + (f" and {num_more} more" if num_more else "")
+
+    def _tell(self, notice: Notice) -> Instructions:
+        """In each session once."""
+        untold = [number for number, session in self.sessions.items() if session.told != notice.reason]
         for number in untold:
-            self.sessions[number].told = reason
-        notice = Notice("undecided", reason)
+            self.sessions[number].told = notice.reason
         return [Send(number, notice) for number in untold]
 
     @property

@@ -18,7 +18,7 @@ from elasticgang.protocol.record import (
 
 def report(agent: str, seen: RecordRef = NO_RECORD, member: str = "") -> Report:
     members = (MemberReport(member or f"{agent}/0", 0, "127.0.0.1:1"),)
-    return Report(agent, agent, "job", ParallelLayout(), seen, members)
+    return Report(agent, agent, "job", ParallelLayout(), seen, members, address="127.0.0.1:2")
 
 
 class Driver:

@@ -27,6 +27,7 @@ from elasticgang.protocol.record_form import RecordForm, digest_of_line
 from elasticgang.session import messages
 from tests.unit import (
     coordinator_driver,
+    test_coordinator_notices,
     test_coordinator_state,
     test_coverage,
     test_next_record,
@@ -151,6 +152,10 @@ def _hello_beside_another(self: CoordinatorState, number: int, hello: Hello) -> 
 
 
 RECORD_MUTANTS = {
+    "nobody is told for whom the job waits": UnitMutant(
+        ((CoordinatorState, "_tell_waiting", always([])),),
+        test_coordinator_notices.test_agents_are_told_for_whom_they_wait_once_the_generation_is_over,
+    ),
     "a session that has yet to send its decision stays": UnitMutant(
         ((CoordinatorState, "_hello", _hello_beside_another),),
         test_coordinator_state.test_a_newer_session_closes_the_one_that_has_not_sent_its_decision,

@@ -155,6 +155,40 @@ def test_an_agent_is_told_again_in_its_next_session_but_only_while_the_reason_ho
     assert sent(driver.wait_with(again, 8.0), m.Notice) == [(again, told)]
 
 
+# NOTICE
+def test_agents_are_told_for_whom_they_wait_once_the_generation_is_over() -> None:
+    driver, a, b = found()
+    ready = m.Ready(report("a", record(driver).ref))
+    driver.hear(a, ready)
+    driver.hear(b, m.Heartbeat(1))
+    assert sent(driver.wait_with(a, 5.0), m.Notice) == []  # b is in its step
+    driver.hear(b, m.Heartbeat(2))
+    driver.hear(a, m.EndGeneration(1))
+    assert sent(driver.wait_with(a, 3.0), m.Notice) == []
+    told = m.Notice("waiting", "waiting for agent b (at 127.0.0.1)")
+    assert sent(driver.wait_with(a, 2.0), m.Notice) == [(a, told), (b, told)]
+    again = driver.open("a")
+    driver.hear(again, ready)
+    driver.hear(b, m.Heartbeat(3))
+    assert sent(driver.wait_with(again, 5.0), m.Notice) == [(again, told)]
+
+
+# NOTICE
+def test_of_many_agents_that_are_waited_for_the_first_few_are_named() -> None:
+    driver = Driver(granted=True)
+    names = [f"agent{number}" for number in range(9)]
+    sessions = [driver.open(name) for name in names]
+    for session, name in zip(sessions, names, strict=True):
+        driver.hear(session, m.Ready(report(name)))
+    for session in sessions:
+        driver.hear(session, m.Accepted(1, record(driver).digest))
+    driver.hear(sessions[0], m.Ready(report(names[0], record(driver).ref)))
+    driver.hear(sessions[0], m.EndGeneration(1))
+    (_, told), *_ = sent(driver.wait(4.0), m.Notice)
+    assert told.reason.startswith("waiting for agent agent1 (at 127.0.0.1), agent2 (at")
+    assert told.reason.endswith(" and 4 more")
+
+
 def test_each_welcome_says_whether_the_coordinator_listens_everywhere() -> None:
     driver = Driver(granted=True, everywhere=True)
     (welcome,) = sent(driver.hear(1, m.Hello("a", "a", 1)), m.Welcome)

@@ -139,7 +139,7 @@ RULES = {
     "NEXT-7": ("seats of another layout are given as to newcomers",),
     "NEXT-8": ("a record names the checkpoint that is reported last",),
     "NEXT-9": ("a record has any size", "one joiner too many costs all"),
-    "NOTICE": ("why a proposal is undecided is told once",),
+    "NOTICE": ("nobody is told for whom the job waits", "why a proposal is undecided is told once"),
     "OFFICE": (
         "a majority is trusted",
         "anybody founds a job",
