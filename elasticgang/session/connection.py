@@ -10,7 +10,11 @@ CONN-NODELAY   Each message is sent at once. Otherwise the kernel would keep a s
                acknowledged the one before, for up to 40 ms: asyncio tells it so for connections that it has opened,
                and not for accepted ones.
 CONN-UNREAD    A connection whose peer leaves more than `MAX_UNSENT_BYTES` unread is closed.
-CONN-BOUND     A frame has at most `MAX_HANDSHAKE_BYTES` during the handshake, and at most `max_bytes` after it.
+CONN-BOUND     A frame has at most `MAX_HANDSHAKE_BYTES` during the handshake, not counting the padding of a proof, and
+               at most `max_bytes` after it.
+CONN-PATH      Both ends pad their proofs by `PADDING_BYTES`, more than any usual network has in a packet. So no session
+               begins over a path that loses large packets (a wrong MTU), on which short messages would pass, but no
+               record: an agent there would join the job, and stop it, again and again.
 CONN-TURN      What came on one connection is handled for `TURN_S` at a time. Until all of it is, nothing more is read
                from it, and every other connection has its turns.
 CONN-LINGER    Who closes a connection goes on reading, and drops what it reads, until the peer has closed its end too,
@@ -35,6 +39,7 @@ from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameRead
 from elasticgang.session.handshake import (
     MAX_HANDSHAKE_BYTES,
     NONCE_BYTES,
+    PROOF_BYTES,
     ClientHandshake,
     Identity,
     ServerHandshake,
@@ -48,6 +53,7 @@ ALIVE_S = 5
 LINGER_S = 1.0
 TURN_S = 0.01
 MAX_UNSENT_BYTES = 32 << 20
+PADDING_BYTES = 10_000
 
 _PROBES = 3
 _OPTIONS = (
@@ -89,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._reason = ""
-        self._has_data = False
+        self._has_data = self._is_at_padding = False  # padding was sent, and nothing has come since
         self._is_closing = self._is_closed = False
         self.identity: Identity | None = None
         self.peer = "?"
@@ -193,6 +199,7 @@ class Connection(asyncio.Protocol):
         try:
             self._take(data)
             while not self._is_over() and (body := self._buffer.next()) is not None:
+                self._is_at_padding = False
                 if self._reader is None:
                     self._shake_hands(body)
                 else:
@@ -255,6 +262,8 @@ class Connection(asyncio.Protocol):
         elif exc is not None:
             early = self._tls is not None and self._reader is None
             doubt = f": {self._PEER} may refuse the certificate {self._certificate}" if early else ""
+            if self._is_at_padding:
+                doubt = ": its network may lose large packets: compare the MTU of both hosts"
             self._reason = self._reason or f"the connection broke: {exc}{doubt}"
         elif self._reader is None:
             self._reason = self._reason or self._lost_early()
@@ -280,6 +289,14 @@ class Connection(asyncio.Protocol):
 
     def _write_body(self, body: bytes) -> None:
         self._write(body_frame(body))
+
+    def _write_proof(self, proof: bytes) -> None:
+        """CONN-PATH"""
+        self._write_body(proof + bytes(PADDING_BYTES))
+        self._is_at_padding = True
+
+    def _expect_proof(self) -> None:
+        self._buffer.limit = PROOF_BYTES + PADDING_BYTES
 
     def _open(self, read_key: bytes, write_key: bytes) -> None:
         self._reader = FrameReader(read_key)
@@ -316,11 +333,12 @@ class ServerConnection(Connection):
     def _shake_hands(self, body: bytes) -> None:
         if not self._is_challenged:
             self._is_challenged = True
+            self._expect_proof()
             self._write_body(self._handshake.challenge(body))
             return
         proof, keys = self._handshake.finish(body)
         self.identity = self._handshake.identity
-        self._write_body(proof)
+        self._write_proof(proof)
         self._open(keys.to_server, keys.to_client)
 
 
@@ -356,7 +374,8 @@ class ClientConnection(Connection):
     def _shake_hands(self, body: bytes) -> None:
         if not self._is_proved:
             self._is_proved = True
-            self._write_body(self._handshake.answer(body))
+            self._expect_proof()
+            self._write_proof(self._handshake.answer(body))
             return
         keys: SessionKeys = self._handshake.finish(body)
         self._open(keys.to_client, keys.to_server)

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 
 from elasticgang.errors import WireError
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 NONCE_BYTES = 32
+PROOF_BYTES = 32
 MAX_HANDSHAKE_BYTES = 1024
 _MAX_JOB_BYTES = 256
 
@@ -82,7 +83,8 @@ class ClientHandshake:
         return _proof(self._secret, b"client", self._transcript)
 
     def finish(self, proof: bytes) -> SessionKeys:
-        if not hmac.compare_digest(proof, _proof(self._secret, b"server", self._transcript)):
+        """`proof`: beyond `PROOF_BYTES`, padding. Raises WireError: it is wrong."""
+        if not hmac.compare_digest(proof[:PROOF_BYTES], _proof(self._secret, b"server", self._transcript)):
             raise WireError(f"{self._server} does not hold the secret of this job")
         return _keys(self._secret, self._transcript)
 
@@ -109,8 +111,8 @@ class ServerHandshake:
         return self._nonce
 
     def finish(self, proof: bytes) -> tuple[bytes, SessionKeys]:
-        """The server's proof, and the keys. Raises WireError: the client's proof is wrong."""
-        if not hmac.compare_digest(proof, _proof(self._secret, b"client", self._transcript)):
+        """The server's proof, and the keys. `proof`: as of `ClientHandshake`. Raises WireError: it is wrong."""
+        if not hmac.compare_digest(proof[:PROOF_BYTES], _proof(self._secret, b"client", self._transcript)):
             raise WireError("a client does not hold the secret of the job that it names")
         return _proof(self._secret, b"server", self._transcript), _keys(self._secret, self._transcript)
 

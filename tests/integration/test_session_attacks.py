@@ -71,6 +71,49 @@ def test_a_connection_that_breaks_while_much_is_sent_fills_no_log(caplog: pytest
     serve(test)
 
 
+# CONN-PATH
+@pytest.mark.parametrize("is_to_server", [False, True])
+def test_no_session_begins_over_a_path_that_loses_large_packets(is_to_server: bool) -> None:
+    """One direction passes `narrow` bytes and then nothing: more than a handshake needs without padding, and less than
+    one packet of the largest usual network."""
+    narrow = 9000
+
+    async def test(echo: Echo) -> None:
+        has_lost = asyncio.Event()
+        relays: list[asyncio.Task[None]] = []
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_wide: bool) -> None:
+            num_left = 1 << 20 if is_wide else narrow
+            while data := await reader.read(1 << 16):
+                num_left -= len(data)
+                if num_left < 0:
+                    has_lost.set()
+                    return
+                writer.write(data)
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            echo.writers.append(writer)
+            far_reader, far_writer = await raw(echo)
+            ways = ((reader, far_writer, not is_to_server), (far_reader, writer, is_to_server))
+            relays.extend(asyncio.ensure_future(relay(one, other, is_wide=is_wide)) for one, other, is_wide in ways)
+
+        between = await asyncio.start_server(accept, "127.0.0.1", 0)
+        client = Client()
+        connection = ClientConnection(client, IDENTITY, SECRETS["job"])
+        port = between.sockets[0].getsockname()[1]
+        await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", port)
+        outcomes = [asyncio.ensure_future(event.wait()) for event in (has_lost, client.is_open)]
+        await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+        assert not connection.is_open
+        for task in (*outcomes, *relays):
+            task.cancel()
+        connection.abort("the test ends")
+        between.close()
+        assert await is_served(echo)  # over another path
+
+    serve(test)
+
+
 @pytest.mark.parametrize(
     ("sent", "parts"),
     [
