@@ -15,6 +15,9 @@ CONTROL-6  A new session may find that the host has lost its address, for exampl
     agent then kills its ranks, which listen there, and rejoins at the address that it has now.
 CONTROL-7  An agent that has waited for a coordinator for `SILENT_S` while a request is open says so, once for each
     request.
+CONTROL-8  A coordinator that refuses an agent before it has welcomed it, for example because it cannot read its state,
+    ends one that starts. One that takes part already waits for a coordinator that leads the job (CONTROL-1): its ranks
+    may train on.
 """
 
 from __future__ import annotations
@@ -145,7 +148,7 @@ class ControlPlane:
         self._session = session
         self._client = AgentClient(self._session, self, (host, int(port)), self._job, self._credentials)
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reason = ""
+        self._reason = self._refusal = ""  # CONTROL-8
 
     @property
     def agent(self) -> str:
@@ -363,7 +366,7 @@ class ControlPlane:
             self._tell_peers("blocked_on", self._blocked_on)
 
     def disconnected(self, reason: str) -> None:
-        self._reason = reason
+        self._reason, self._refusal = self._refusal or reason, ""
         if self._disconnected_s is None:
             self._disconnected_s = time.monotonic()
             self._successors.clear()
@@ -374,9 +377,9 @@ class ControlPlane:
     def inform(self, event: Any) -> None:
         if isinstance(event, Finished):
             self._finish_known.set()
-        if isinstance(event, RecordAnswered) and isinstance(event.answer, Undecided) and not self._welcome.done():
-            why = event.answer.refused[0][1]
-            self._welcome.set_exception(OperationalError(f"the job refused this host: {why}"))
+        answer = event.answer if isinstance(event, RecordAnswered) else None
+        if isinstance(answer, Undecided) and answer.refused and not self._session.is_welcome:
+            self._refused(answer.refused[0][1])
         elif not self._begun:
             self._early.append(event)
         elif isinstance(event, PeerMessage):
@@ -388,6 +391,12 @@ class ControlPlane:
             self._on_notice(event)
         else:
             self._on_event(event)
+
+    def _refused(self, why: str) -> None:
+        """CONTROL-8."""
+        self._refusal = f"the coordinator at {self.coordinator} refuses this host: {why}"
+        if not self._welcome.done():
+            self._welcome.set_exception(OperationalError(f"the job refused this host: {why}"))
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, RecordAnswered) and isinstance(event.answer, Record):

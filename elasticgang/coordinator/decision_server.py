@@ -223,7 +223,7 @@ class CoordinatorServer:
             try:
                 self._make_room()
             except OperationalError as error:
-                connection.abort(str(error))
+                self._refuse(connection, name, str(error))
                 return
             if directory is None:
                 self._jobs[name] = self._new_job(name, secrets.token_hex(8), Kept())
@@ -241,6 +241,7 @@ class CoordinatorServer:
         self._session_of[connection] = job, self._num_sessions
 
     def _refuse(self, connection: Connection, job: str, why: str) -> None:
+        self.listener.incidents.note(connection.peer.rsplit(":", 1)[0], why)
         connection.send(encode(Refused(why)))
         connection.close()
         if job in self._jobs:
@@ -321,7 +322,7 @@ class CoordinatorServer:
                 kept = await loop.run_in_executor(self._writer, _take_term, directory, name, coordinator, self._address)
         except OperationalError as error:
             for connection in self._opening.pop(name):
-                connection.abort(str(error))
+                self._refuse(connection, name, str(error))
             return
         except Exception as error:  # SERVE-STOP
             self._stop_for(error)

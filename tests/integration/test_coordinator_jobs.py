@@ -28,8 +28,10 @@ from elasticgang.protocol.coordinator_messages import (
     GrantOffice,
     Hello,
     Notify,
+    Term,
+    Welcome,
 )
-from elasticgang.protocol.record import PROTOCOL
+from elasticgang.protocol.record import PROTOCOL, Undecided
 from elasticgang.protocol.restarts import Restarts
 from elasticgang.session.addresses import failure_of, probe
 from elasticgang.session.agent_client import AgentClient
@@ -133,11 +135,16 @@ def test_an_abandoned_job_makes_room_and_a_living_one_does_not(monkeypatch: pyte
         assert job.server.num_jobs == 2
         fourth = job.add("a", job="fourth")
         await until(lambda: any("leads 2 jobs already" in line for line in job.log))
-        assert fourth.events == []
+        await until(lambda: bool(fourth.events))
+        assert "leads 2 jobs already" in fourth.events[0].answer.refused[0][1]
         await fourth.client.stop()  # it would take the room too
         again = job.add("c")  # of the first: it is refused while there is no room
         await leave(*others)
-        await until(lambda: any(isinstance(event, agent_events.RecordAnswered) for event in again.events))
+
+        def is_answered(event: Any) -> bool:
+            return isinstance(event, agent_events.RecordAnswered) and not getattr(event.answer, "refused", ())
+
+        await until(lambda: any(is_answered(event) for event in again.events))
 
     play(test, Job())
 
@@ -159,17 +166,55 @@ def test_an_operator_without_the_secret_is_told_of_the_option() -> None:
     play(test, Job())
 
 
-def test_an_agent_without_the_secret_is_told_of_the_option() -> None:
-    async def why_unreached(job: Job, credentials: Credentials) -> str:
-        callbacks: Any = SimpleNamespace(state=AgentState("a", "127.0.0.1", "job", Restarts(0), num_ranks=1))
-        limits = Limits(connect=2.0, reconnect=2.0)
-        coordinator = f"127.0.0.1:{job.port}"
-        plane = ControlPlane(callbacks, coordinator, "job", credentials, limits, JOB_TIMEOUTS, Lease.create())
-        with pytest.raises(OperationalError) as raised:
-            await plane.open()
-        await plane.leave("")
-        return str(raised.value)
+async def why_unreached(job: Job, credentials: Credentials, limit_s: float = 2.0) -> str:
+    callbacks: Any = SimpleNamespace(state=AgentState("a", "127.0.0.1", "job", Restarts(0), num_ranks=1))
+    limits = Limits(connect=limit_s, reconnect=limit_s)
+    coordinator = f"127.0.0.1:{job.port}"
+    plane = ControlPlane(callbacks, coordinator, "job", credentials, limits, JOB_TIMEOUTS, Lease.create())
+    with pytest.raises(OperationalError) as raised:
+        await plane.open()
+    await plane.leave("")
+    return str(raised.value)
 
+
+# CONTROL-8
+def test_an_agent_is_told_that_the_state_of_its_job_is_damaged(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        await job.stop()
+        (path,) = tmp_path.glob("*.json")
+        whole = path.read_bytes()
+        path.write_bytes(whole[:20])
+        await job.start()
+        why = await why_unreached(job, CREDENTIALS, DEADLINE_S)
+        assert why.startswith(f"the job refused this host: {path} is damaged")
+        await until(lambda: any("is damaged" in line for line in job.log))
+        path.write_bytes(whole)
+        for agent in (a, b):
+            agent.end_generation()
+        assert (await a.next()).generation == 2
+        assert (await b.next()).generation == 2
+
+    play(test, Job(tmp_path))
+
+
+# CONTROL-8
+def test_a_refusal_before_it_is_welcomed_again_ends_no_agent_that_takes_part() -> None:
+    async def test() -> None:
+        handled: list[Any] = []
+        state = AgentState("a", "127.0.0.1", "job", Restarts(0), num_ranks=1)
+        callbacks: Any = SimpleNamespace(state=state, on_session_renewed=lambda: None, handle=handled.append)
+        limits = Limits(connect=2.0, reconnect=2.0)
+        plane = ControlPlane(callbacks, "127.0.0.1:1", "job", CREDENTIALS, limits, JOB_TIMEOUTS, Lease.create())
+        plane.welcomed(Welcome(Term(1, "c"), True), "127.0.0.1")  # in a session that is over
+        plane.begin()
+        plane.inform(agent_events.RecordAnswered(Undecided("refused", (("a", "its state is damaged"),))))
+        assert handled == []
+
+    asyncio.run(test())
+
+
+def test_an_agent_without_the_secret_is_told_of_the_option() -> None:
     async def test(job: Job) -> None:
         what = f"what answers at 127.0.0.1:{job.port} is not a coordinator of elasticgang "
         without = await why_unreached(job, Credentials())
