@@ -247,6 +247,8 @@ class ControlPlane:
                 f"what listens at {self.coordinator} has not answered for {self._limits.connect:g} s: it is no "
                 f"coordinator of elasticgang, or its host is overloaded{why}"
             )
+        if self._client.has_connected and self._client.is_explained:
+            return f"cannot open a session with the coordinator at {self.coordinator}{why}"
         if self._client.has_connected:
             what = f"what answers at {self.coordinator} is not a coordinator of elasticgang"
             if missing := self._credentials.missing:

@@ -105,6 +105,7 @@ class AgentClient:
         self._num_failed = 0  # attempts since the last welcome, or since nothing listened at the address
         self.has_connected = False  # a connection was accepted at the address, by a coordinator or not
         self._was_answered = False  # on a connection that is over
+        self.is_explained = False  # why the newest one is over: its reason names the cause
 
     @property
     def was_answered(self) -> bool:
@@ -162,6 +163,7 @@ class AgentClient:
 
     def closed(self, connection: Connection, reason: str) -> None:
         self._was_answered = self._was_answered or connection.has_data
+        self.is_explained = connection.is_explained
         if connection is not self._connection:
             return
         self._connection = None

@@ -95,6 +95,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._reason = ""
+        self.is_explained = False  # the reason names the cause
         self._has_data = self._is_at_padding = False  # padding was sent, and nothing has come since
         self._is_closing = self._is_closed = False
         self.identity: Identity | None = None
@@ -252,6 +253,7 @@ class Connection(asyncio.Protocol):
         """Close the connection after the TLS alert that names the error is sent."""
         self._flush()
         self._reason = self._reason or explain(error, self._PEER, self._certificate)
+        self.is_explained = True
         self.close()
         self._end()
 
@@ -262,6 +264,7 @@ class Connection(asyncio.Protocol):
         elif exc is not None:
             early = self._tls is not None and self._reader is None
             doubt = f": {self._PEER} may refuse the certificate {self._certificate}" if early else ""
+            self.is_explained = early or self._is_at_padding
             if self._is_at_padding:
                 doubt = ": its network may lose large packets: compare the MTU of both hosts"
             self._reason = self._reason or f"the connection broke: {exc}{doubt}"

@@ -9,6 +9,8 @@ import pickle
 import ssl
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.serialization import (
@@ -18,8 +20,13 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from elasticgang.agent.control_plane import ControlPlane, Limits
 from elasticgang.errors import OperationalError
 from elasticgang.launch import cli
+from elasticgang.process.lease import Lease
+from elasticgang.protocol.agent_state import AgentState
+from elasticgang.protocol.coordinator_messages import JOB_TIMEOUTS
+from elasticgang.protocol.restarts import Restarts
 from elasticgang.session import connection as connections
 from elasticgang.session import listener as listeners
 from elasticgang.session.credentials import Credentials, credentials_from_json
@@ -191,6 +198,25 @@ def test_a_client_refuses_a_server_of_another_ca(authority: Authority, other: Au
 
 
 # TLS-BOTH
+def test_an_agent_that_refuses_the_certificate_is_told_so_and_not_asked_for_a_secret(
+    authority: Authority, other: Authority
+) -> None:
+    credentials = Credentials(tls=other.issue().load())
+
+    async def test(echo: Echo) -> None:
+        callbacks: Any = SimpleNamespace(state=AgentState("a", "127.0.0.1", "job", Restarts(0), num_ranks=1))
+        address, limits = f"127.0.0.1:{echo.listener.port}", Limits(connect=2.0, reconnect=2.0)
+        plane = ControlPlane(callbacks, address, "job", credentials, limits, JOB_TIMEOUTS, Lease.create())
+        with pytest.raises(OperationalError) as refused:
+            await plane.open()
+        await plane.leave("")
+        assert str(refused.value).startswith(f"cannot open a session with the coordinator at {address}: ")
+        assert "the certificate of the coordinator is refused: another CA has signed it" in str(refused.value)
+        assert "--secret-file" not in str(refused.value)
+
+    serve(test, authority.issue().load())
+
+
 def test_a_server_refuses_a_client_of_another_ca_and_both_say_so(authority: Authority, other: Authority) -> None:
     mine, theirs = authority.issue(), other.issue()
 
