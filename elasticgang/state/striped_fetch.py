@@ -16,6 +16,7 @@ FETCH-8  From memory, chunks are read before their digests are known (RECEIVED-3
 FETCH-9  While a holder computes digests, `HEAL_TIMEOUT_S` begins anew with each message that says that it has more.
 FETCH-10  One request is for as many chunks as fill `RUN` of the full size, at most `MAX_RUN`: of a state of many small
     tensors, each is a chunk, and takes less time than a request.
+FETCH-11  Why a source cannot be used is logged once for each source and reason: each step may try it again.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class StripedFetch:
             if device_fault(exc) is not None:  # HEALER-3
                 self._fault = exc
             elif not self.is_over:
-                log.warning("could not heal from %s: %s", source, exc)
+                _note_failure(source, str(exc))
         finally:
             with self._changed:
                 for request in requests:
@@ -505,7 +506,17 @@ class StripedFetch:
             self._changed.notify_all()
 
 
+_MAX_NOTED = 1024
+
 _noted: set[str] = set()
+
+
+def _note_failure(source: str, reason: str) -> None:
+    """FETCH-11."""
+    line = f"could not heal from {source}: {reason}"
+    log.log(logging.DEBUG if line in _noted else logging.WARNING, "%s", line)
+    if len(_noted) < _MAX_NOTED:
+        _noted.add(line)
 
 
 def _note_unreadable(reason: str) -> None:

@@ -105,6 +105,15 @@ def test_a_wrong_chunk_is_fetched_from_another_holder(
     assert f"could not heal from {wire.address}: the digest of " in caplog.text
 
 
+# FETCH-11
+def test_why_a_source_cannot_be_used_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    healer, address = Rank(1, size=SIZE), "127.0.0.1:1"
+    with caplog.at_level(logging.WARNING, "elasticgang"):
+        for _ in range(3):
+            assert not healer.server.heal([address], AT)
+    assert caplog.text.count(f"could not heal from {address}: ") == 1
+
+
 # FETCH-1
 def test_a_holder_of_another_state_is_not_used(
     pulls: list[striped_fetch.StripedFetch], caplog: pytest.LogCaptureFixture
