@@ -105,6 +105,17 @@ def new_gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) 
     return gloo(store, rank, size, options)
 
 
+def new_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+    """torchft's group over Gloo, on the interface with the address `host`. torchft takes that of the host's name."""
+    group = torch.distributed.ProcessGroup(store, rank, size)
+    gloo: Any = torch.distributed.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(gloo)
+    backend = new_gloo(store, rank, size, timeout, gloo_device(host))
+    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        group._register_backend(torch.device(kind), gloo, backend)
+    return group
+
+
 def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """NCCL's backend with its own timeout, outside a process group, which would also make the second call."""
     nccl: Any = getattr(_c10d, "ProcessGroupNCCL")  # noqa: B009  # not in every build

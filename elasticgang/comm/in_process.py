@@ -22,7 +22,7 @@ from elasticgang.comm.kinds import PROCESS_GROUPS
 from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
 from elasticgang.comm.nccl_settings import apply_nccl_settings, set_connect_timeout
 from elasticgang.errors import InvalidOperationError, StaleGenerationError
-from elasticgang.torch_private import device_types
+from elasticgang.torch_private import device_types, new_gloo_group
 
 
 class _InProcess(CollectiveMethods):
@@ -64,6 +64,17 @@ class _InProcess(CollectiveMethods):
 class ProcessGroupGloo(_InProcess, torchft.ProcessGroupGloo):  # type: ignore[misc]  # names that torch fixes
     """torchft's `ProcessGroupGloo`, plus the collectives that torchft refuses although torch's Gloo has them."""
 
+    def __init__(self, timeout: timedelta | float = timedelta(seconds=60.0), host: str | None = None) -> None:
+        """`host`: the address of this host that its connections use; None: that of the host's name. GLOO_SOCKET_IFNAME
+        precedes both."""
+        super().__init__(timeout)
+        self._host = None if os.environ.get("GLOO_SOCKET_IFNAME") else host
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+        if self._host is None:
+            return super()._create_pg(store, rank, world_size)
+        return new_gloo_group(store, rank, world_size, self._timeout, self._host)
+
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         work = super()._perform(name, call, args, kwargs)
         if work is None:  # it has blocked until the end
@@ -88,10 +99,11 @@ class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[mi
         super().configure(*args, **options)
 
 
-def create_process_group(name: str, timeout: float | timedelta = 60.0) -> ProcessGroup:
+def create_process_group(name: str, timeout: float | timedelta = 60.0, host: str | None = None) -> ProcessGroup:
     """Make an unconfigured group by its kind: "gloo", "nccl", "isolated-gloo", "isolated-nccl" or "dummy".
 
-    `timeout`: seconds, for `configure` and for each collective.
+    `timeout`: seconds, for `configure` and for each collective. `host`: the address of this host that the connections
+    of "gloo" use, unless GLOO_SOCKET_IFNAME is set; None: that of the host's name. The other kinds do not use it.
 
     Raises:
         ValueError: the kind is unknown, or `timeout` is not a number of seconds above 0.
@@ -101,7 +113,8 @@ def create_process_group(name: str, timeout: float | timedelta = 60.0) -> Proces
         raise ValueError(f"`name` must be one of {', '.join(_KINDS)}, but is {name!r} instead.")
     if name in PROCESS_GROUPS:
         check_available(name)
-    return _KINDS[name](timedelta(seconds=_seconds(timeout)))
+    limit = timedelta(seconds=_seconds(timeout))
+    return ProcessGroupGloo(limit, host) if name == "gloo" else _KINDS[name](limit)
 
 
 _KINDS: dict[str, Callable[[timedelta], ProcessGroup]] = {

@@ -458,8 +458,8 @@ class ElasticRendezvous:
         from elasticgang.comm.data_groups import DataGroups
         from elasticgang.comm.in_process import create_process_group
 
-        timeout = self._context.collective_timeout
-        make = process_group if callable(process_group) else lambda: create_process_group(process_group, timeout)
+        timeout, host = self._context.collective_timeout, self._context.host
+        make = process_group if callable(process_group) else lambda: create_process_group(process_group, timeout, host)
         return DataGroups(make, device, timeout, self._end_rank)
 
     def _make_process(self, client: ForkServerClient, arena: Arena) -> CommProcess:

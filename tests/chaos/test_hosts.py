@@ -71,6 +71,16 @@ def test_a_short_cut_ends_nothing(tmp_path: Path, alone: str, network: Network) 
         assert not [event for agent in agents for event in agent.events() if event["event"] in ("fenced", "host lost")]
 
 
+def test_gloo_in_process_connects_hosts_whose_name_has_another_address(
+    tmp_path: Path, alone: str, network: Network
+) -> None:
+    """The namespaces have the name of this machine, which is none of their addresses."""
+    with cluster_on(network, tmp_path, []) as cluster:
+        options = ["--process-group", "gloo"]
+        agents = [cluster.start(nnodes="2:2", ranks=1, options=options, prefix=network.on(host)) for host in "ab"]
+        cluster.check(alone, agents)
+
+
 def test_when_all_of_the_job_is_cut_off_nobody_starts_it_over(tmp_path: Path, network: Network) -> None:
     """Not until its members have ended; and then its state is gone with them."""
     with cluster_on(network, tmp_path, [5]) as cluster:

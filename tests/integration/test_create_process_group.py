@@ -8,6 +8,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,6 +74,16 @@ def test_an_in_process_group_that_is_not_configured_says_so(rings: Rings) -> Non
     with pytest.raises(StaleGenerationError, match="aborted; call `configure`"):  # a loss, and no misuse
         ring[0].allreduce([torch.ones(1)], SUM)
     assert (ring[1].rank(), ring[1].size(), ring[0].size()) == (1, 2, 2)
+
+
+def test_gloo_connects_by_the_address_that_it_is_given(rings: Rings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two addresses that no host's name has."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    hosts = iter(["127.0.0.2", "127.0.0.3"])
+    ring = rings(2, make=lambda: create_process_group("gloo", 30.0, next(hosts)))
+    assert ring.sums() == [2.0, 2.0]
+    used = {each.laddr.ip for each in psutil.Process().net_connections("tcp")}
+    assert {"127.0.0.2", "127.0.0.3"} <= used
 
 
 def test_an_in_process_group_checks_before_it_sends(rings: Rings) -> None:
