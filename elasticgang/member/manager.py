@@ -372,7 +372,8 @@ class QuorumManager:
 
         Raises:
             SystemExit: with code 0, on a rank that is a spare when the job finishes, or that SIGTERM has drained.
-            OperationalError: 100 attempts in a row were lost, without progress of a heal in between.
+            OperationalError: 100 attempts in a row were lost, without progress of a heal in between. On a rank without
+                state: or 20 in which the ranks did not connect.
             StateLostError: no rank holds the committed state any more.
         """
         driver, lifecycle, drain = self._driver, self._driver.lifecycle, self._rendezvous.drain

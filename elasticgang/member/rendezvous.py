@@ -226,9 +226,11 @@ class ElasticRendezvous:
                 self.page.set_thread_state(ThreadState.REQUESTING)
                 self._leave_generation()
                 self._phases["aborted"] = time.monotonic()
+            case do.Delay():
+                self._delay(instruction)
             case do.SendRequest(report, error, checkpoint):
                 why = {"broken": error is not None, "timed_out": isinstance(error, CollectiveTimeoutError)}
-                left_step = isinstance(error, StepAborted)  # MANAGER-17
+                left_step = isinstance(error, StepAborted)  # MANAGER-18
                 reached("requesting")
                 layout = layout_to_json(self._layout)
                 fields = {**why, "left_step": left_step, "checkpoint": checkpoint}
@@ -257,6 +259,15 @@ class ElasticRendezvous:
             case Do.CLOSE:
                 self._close()
         return None
+
+    def _delay(self, delay: do.Delay) -> None:
+        log.warning(
+            "the ranks of %s did not connect in %d generations in a row; rank %d requests the next one in %g s (%s)",
+            *(delay.hosts, delay.num, self.local_rank, delay.delay_s, delay.error),
+        )
+        ends_at = time.monotonic() + delay.delay_s
+        while not (self.drain.requested or self._link.is_job_over) and (left := ends_at - time.monotonic()) > 0:
+            time.sleep(min(left, LONGEST_WAIT_S))
 
     def _await_record(self) -> Record | None:
         record = self._next_record()

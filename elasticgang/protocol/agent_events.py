@@ -23,7 +23,7 @@ class Started:
 class RecordRequested:
     """`broken`: a collective failed; otherwise the generation ended in order. `timed_out`: the collective timed out,
     and no peer is known to be lost. `checkpoint`: the newest that the member can load. `left_step`: an exception has
-    left a step here, and the script goes on (MANAGER-17)."""
+    left a step here, and the script goes on (MANAGER-18)."""
 
     member: str
     report: MemberReport

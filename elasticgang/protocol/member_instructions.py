@@ -169,6 +169,17 @@ class Poison(Instruction):
 
 
 @value(frozen=True)
+class Delay(Instruction):
+    """Wait for `delay_s` before the next request, or until this rank is asked to leave or the job is over: `num` of
+    `hosts`' generations in a row were not connected, the last because of `error`."""
+
+    delay_s: float
+    num: int
+    hosts: str
+    error: GangError | None
+
+
+@value(frozen=True)
 class SendRequest(Instruction):
     """Request the next generation's record. `error`: what ended the one before. `checkpoint`: the newest that this rank
     can load."""

@@ -33,7 +33,11 @@ MANAGER-15  The script's numbers are summed with the totals, so that a rank has 
     that hold the committed step have the same ones, also if a record has resolved it. A rank without state adds zeros.
 MANAGER-16  A number that stands for the names of the script's numbers is summed with them. If ranks have other names,
     every rank finds that before it prepares, and raises an error.
-MANAGER-17  If an exception leaves a step that is not committed, and the script goes on, the generation ends: the other
+MANAGER-17  A generation whose groups are not connected counts as a lost attempt at the step. `MAX_LOST_STEPS` in a row
+    without a committed step end this rank with an error, and `MAX_NOT_ENTERED` if it has no state: a joiner that cannot
+    connect stops the others no longer than that. After `_NUM_AT_ONCE` it waits before each request, so that an
+    interruption of the network does not use them up.
+MANAGER-18  If an exception leaves a step that is not committed, and the script goes on, the generation ends: the other
     ranks wait for collectives of that step that this rank does not start any more. What forward has changed is
     restored then too.
 """
@@ -44,7 +48,7 @@ import contextlib
 import enum
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from elasticgang.errors import (
     EvictedError,
@@ -64,6 +68,10 @@ from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, CheckpointRef, Record, Seat
 
 MAX_LOST_STEPS = 100
+MAX_NOT_ENTERED = 20
+MAX_DELAY_S = 5.0
+_NUM_AT_ONCE = 5
+_NUM_SHOWN = 4  # hosts, in a message
 _NUM_NAMES = 2  # numbers behind the script's, by which ranks see that they have the same names
 _NEVER_DROPPED = (InternalError, OperationalError, EvictedError, StateLostError)
 
@@ -101,13 +109,14 @@ class MemberLifecycle:
     def __init__(self, member: str, local_rank: int, address: str) -> None:
         self.state = MemberState(member)
         self.observed = Observed()
-        self.max_lost_steps = MAX_LOST_STEPS
+        self.max_lost_steps, self.max_not_entered = MAX_LOST_STEPS, MAX_NOT_ENTERED
         self.saves_last = False  # the job has durable checkpoints
         self.has_left = False
         self._local_rank, self._address = local_rank, address
         self._step: _Step | None = None
         self._num_lost = 0  # steps, in a row
-        self._left: int | None = None  # the step that an exception has left (MANAGER-17)
+        self._left: int | None = None  # the step that an exception has left (MANAGER-18)
+        self._num_not_entered = 0  # generations since the last commit that were not connected
         self._num_received = 0  # of a heal that has not ended
         self._regroups = True
         self.has_seat = False
@@ -135,14 +144,21 @@ class MemberLifecycle:
         if self._loads and not self._is_over:
             return Next.LOAD
         is_last = state.committed.step >= num_steps
-        if is_last and (self._has_saved or not self.saves_last):
-            # Without state: the job ends without this rank, or a peer still has it.
-            return Next.REGROUP if state.tip is None else Next.LEAVE
-        if not is_last and self._num_lost >= self.max_lost_steps:
+        is_done = is_last and (self._has_saved or not self.saves_last)
+        if is_done and state.tip is not None:
+            return Next.LEAVE
+        if self._gives_up:
             return Next.GIVE_UP
-        if self._regroups or self._is_over:
+        if is_done or self._regroups or self._is_over:  # done without state: the job ends without this rank
             return Next.REGROUP
         return Next.SAVE if is_last else Next.STEP
+
+    @property
+    def _gives_up(self) -> bool:
+        """MANAGER-17."""
+        if self.state.tip is None and self._num_not_entered >= self.max_not_entered:
+            return True
+        return self._num_lost + self._num_not_entered >= self.max_lost_steps
 
     @property
     def _loads(self) -> bool:
@@ -163,7 +179,7 @@ class MemberLifecycle:
         again.
 
         Raises:
-            OperationalError: too many steps in a row were lost.
+            OperationalError: too many attempts in a row were lost (MANAGER-17).
             EvictedError, StateLostError, SystemExit: as `_next_generation` does.
         """
         yield from self._end_left_step()
@@ -179,16 +195,24 @@ class MemberLifecycle:
             if what is Next.LOAD:
                 yield from self._load(state.record)
         elif what is Next.GIVE_UP:
-            raise OperationalError(
-                f"step {state.committed.step} was lost {self._num_lost} times in a row; the last: {self.observed.error}"
-            )
+            self._give_up()
         return what
 
     def _end_left_step(self) -> Routine[None]:
-        """MANAGER-17."""
+        """MANAGER-18."""
         if (left := self._left) is not None:
             self._left = None
             yield do.Poison(StepAborted(f"an exception has left step {left}, and the script goes on"))
+
+    def _give_up(self) -> NoReturn:
+        state = self.state
+        num_lost = self._num_lost + self._num_not_entered
+        where = ""
+        if self._num_not_entered:
+            where = f", {self._num_not_entered} times because the ranks of {_hosts(state)} did not connect"
+        raise OperationalError(
+            f"step {state.committed.step} was lost {num_lost} times in a row{where}; the last: {self.observed.error}"
+        )
 
     def _keep_former(self, record: Record) -> Routine[None]:
         """MANAGER-14."""
@@ -335,6 +359,8 @@ class MemberLifecycle:
         heals_on = state.awaits_learners if state.is_active else step.heals_on
         is_passed = state.committed.step >= step.attempt.step
         self._num_lost = 0 if is_passed else self._num_lost + (not heals_on)
+        if is_passed:
+            self._num_not_entered = 0
         return drops_error
 
     def _reduce(
@@ -450,6 +476,9 @@ class MemberLifecycle:
         state, error = self.state, self.observed.error
         self._regroups = True  # until it has entered
         yield Do.LEAVE_GENERATION  # MANAGER-9
+        if self._num_not_entered >= _NUM_AT_ONCE:  # MANAGER-17
+            delay_s = min(2.0 ** (self._num_not_entered - _NUM_AT_ONCE), MAX_DELAY_S)
+            yield do.Delay(delay_s, self._num_not_entered, _hosts(state), error)
         checkpoint = yield Do.FIND_CHECKPOINT
         yield do.SendRequest(state.report(self._local_rank, self._address, self.observed.draining), error, checkpoint)
         while self.has_seat or not self.observed.draining or state.former is not None:
@@ -470,24 +499,38 @@ class MemberLifecycle:
                 except GangError as failure:
                     if device_fault(failure) is not None:  # MANAGER-13
                         raise
+                    self._num_not_entered += 1
                 return
             yield from self._keep_former(record)
             yield do.ReportSpare(record)
 
     def _resolve_in_step(self) -> Routine[None]:
-        """As `_next_generation`, until one is entered: the script goes on with the step."""
+        """As `_next_generation`, until one is entered: the script goes on with the step. Raises OperationalError: too
+        many in a row were not (MANAGER-17)."""
         while True:
             yield from self._next_generation()
             if self._is_leaving:
                 raise StepAborted("this rank leaves the job: it drains, and has no seat any more")
             if not self._regroups:
                 return
+            if self._gives_up:
+                self._give_up()
 
     def _resolve(self, record: Record, seat: Seat) -> Routine[None]:
         """Bring this rank's state to what `record` says is committed."""
         if self.state.action_for(record) is Action.APPLY:
             yield from self._apply()
         self.state.enter(record, seat)
+
+
+def _hosts(state: MemberState) -> str:
+    """The hosts of the generation, for messages: this one first."""
+    assert state.record is not None
+    seats = sorted(state.record.seats, key=lambda seat: seat.member != state.member)
+    hosts = list(dict.fromkeys(seat.host for seat in seats if seat.status != SPARE))
+    num_more = len(hosts) - _NUM_SHOWN
+    shown = [*hosts[:_NUM_SHOWN], f"{num_more} more"] if num_more > 0 else hosts
+    return " and ".join([*([", ".join(shown[:-1])] if len(shown) > 1 else []), shown[-1]])
 
 
 def _check_names(step: _Step, own: Sequence[float], sums: Sequence[float]) -> None:

@@ -68,6 +68,14 @@ def _saves_blindly(self: MemberLifecycle) -> Routine[None]:
         self._has_saved = True
 
 
+def _counts_steps_alone(self: MemberLifecycle) -> bool:
+    return self._num_lost >= self.max_lost_steps
+
+
+def _gives_up_as_any(self: MemberLifecycle) -> bool:
+    return self._num_lost + self._num_not_entered >= self.max_lost_steps
+
+
 def _without_digest(checkpoint: CheckpointRef) -> recovery.CommittedState:
     return recovery.CommittedState(checkpoint.attempt, rolled_back=True)
 
@@ -103,6 +111,18 @@ MEMBER_MUTANTS = {
     "numbers of other names are added": UnitMutant(
         ((member_lifecycle, "_check_names", always(None)),),
         test_member_lifecycle.test_other_names_of_numbers_are_an_error_before_anything_is_prepared,
+    ),
+    "generations that are not connected do not count": UnitMutant(
+        ((MemberLifecycle, "_gives_up", property(_counts_steps_alone)),),
+        test_member_lifecycle.test_it_gives_up_when_too_many_generations_in_a_row_are_not_connected,
+    ),
+    "a rank without state costs the others as many generations as any": UnitMutant(
+        ((MemberLifecycle, "_gives_up", property(_gives_up_as_any)),),
+        test_member_lifecycle.test_a_rank_without_state_gives_up_sooner_on_generations_that_are_not_connected,
+    ),
+    "a generation that was not connected is requested again at once": UnitMutant(
+        ((member_lifecycle, "_NUM_AT_ONCE", math.inf),),
+        test_member_lifecycle.test_it_waits_before_it_requests_after_some_generations_that_were_not_connected,
     ),
     "a checkpoint is not loaded": UnitMutant(
         ((MemberLifecycle, "_loads", False),),

@@ -371,7 +371,7 @@ def test_an_error_is_dropped_with_a_lost_step(
     assert driver.names[1:] == ["Poison"] * (error is LOST)
 
 
-# MANAGER-17
+# MANAGER-18
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_a_script_that_goes_on_after_an_exception_has_left_a_step_ends_the_generation(is_committed: bool) -> None:
     driver = active()
@@ -450,6 +450,66 @@ def test_steps_in_which_a_heal_gets_on_are_not_counted_as_lost() -> None:
         assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.STEP
         driver.step({"Heal": (False, num_received), "AWAIT_SUMS root": [1.0, 1.0]})
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
+
+
+def fail_to_enter(driver: Driver, generation: int, status: str = ACTIVE, committed: Attempt | None = None) -> None:
+    driver.records = [record(status, generation, committed)]
+    driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), {"Configure": PeerLostError("no route")})
+
+
+# MANAGER-17
+def test_it_gives_up_when_too_many_generations_in_a_row_are_not_connected() -> None:
+    driver = active()
+    driver.lifecycle.max_lost_steps = 4
+    assert driver.step()
+    assert not driver.step({"AWAIT_SUMS root": LOST})
+    for generation in (2, 3, 4):
+        assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
+        fail_to_enter(driver, generation, committed=Attempt(1, 1))
+    told = "step 1 was lost 4 times in a row, 3 times because the ranks of a and b did not connect; the last: no route"
+    with pytest.raises(OperationalError, match=told):
+        driver.run(driver.lifecycle.pass_boundary(NUM_STEPS))
+
+
+# MANAGER-17
+def test_a_rank_without_state_gives_up_sooner_on_generations_that_are_not_connected() -> None:
+    driver = Driver()
+    driver.lifecycle.max_not_entered = 2
+    for generation in (1, 2):
+        assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
+        fail_to_enter(driver, generation, LEARNER, Attempt(3, 1))
+    assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
+
+
+# MANAGER-17
+def test_a_committed_step_forgets_the_generations_that_were_not_connected() -> None:
+    driver = active()
+    driver.lifecycle.max_lost_steps = 3
+    for generation in (2, 5):
+        assert not driver.step({"AWAIT_SUMS root": LOST})
+        fail_to_enter(driver, generation)
+        driver.enter(record(ACTIVE, generation + 1))
+        assert driver.step()
+
+
+# MANAGER-17
+def test_it_waits_before_it_requests_after_some_generations_that_were_not_connected() -> None:
+    driver, delays = Driver(), []
+    for generation in range(1, 11):
+        fail_to_enter(driver, generation)
+        delays.append([each.delay_s for each in driver.done if isinstance(each, do.Delay)])
+        assert driver.names[0] == "LEAVE_GENERATION"
+    assert delays == [[]] * 5 + [[1.0], [2.0], [4.0], [5.0], [5.0]]
+
+
+# MANAGER-17
+def test_a_step_in_doubt_does_not_wait_for_ever_for_a_generation_that_is_connected() -> None:
+    driver = active()
+    driver.lifecycle.max_lost_steps = 3
+    driver.begin()
+    driver.records = [record(ACTIVE, generation, Attempt(1, 1)) for generation in (2, 3, 4)]
+    with pytest.raises(OperationalError, match="step 1 was lost 3 times in a row, 3 times because the ranks of a and"):
+        driver.run(driver.lifecycle.commit(1.0, measures=False), {"AWAIT_SUMS control": LOST, "Configure": LOST})
 
 
 # MANAGER-10

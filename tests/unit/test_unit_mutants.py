@@ -120,7 +120,12 @@ RULES = {
     "MANAGER-14": ("other state is built over the kept one", "state of another layout is not fetched"),
     "MANAGER-15": ("a rank has sums only of what it has counted", "a rank has its own numbers for sums"),
     "MANAGER-16": ("numbers of other names are added",),
-    "MANAGER-17": ("a script goes on in the generation in which an exception has left a step",),
+    "MANAGER-17": (
+        "generations that are not connected do not count",
+        "a rank without state costs the others as many generations as any",
+        "a generation that was not connected is requested again at once",
+    ),
+    "MANAGER-18": ("a script goes on in the generation in which an exception has left a step",),
     "MEMBER-1": ("a torn state is whole",),
     "MEMBER-2": ("a failed vote drops what is prepared", "what is pending stays so"),
     "MEMBER-3": ("a torn state has a share",),
