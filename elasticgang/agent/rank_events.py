@@ -63,9 +63,11 @@ class RankEvents:
                     cause = f"rank {rank.local_rank} drains, and a spare may replace it"
                     reporter.caused(cause, "drain", time.monotonic())
                 checkpoint = checkpoint_from_json(message["checkpoint"])
+                settings = tuple((str(name), str(value)) for name, value in message["settings"].items() if value)
                 why = message["broken"], message["timed_out"]
+                left_step = bool(message["left_step"])
                 self._handle(
-                    RecordRequested(rank.member, report, layout, *why, checkpoint, left_step=message["left_step"])
+                    RecordRequested(rank.member, report, layout, *why, checkpoint, settings, left_step=left_step)
                 )
             case "committed":
                 attempt = Attempt(message["step"], message["generation"])

@@ -10,6 +10,7 @@ DRIVER-2  A reduction that has passed counts only if its process groups have no 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,7 @@ class MemberDriver:
         self.checkpoints: Checkpoints | None = None
         self.mover: Mover | None = None
         self._seat_reducers: list[Reducer] = []
+        self._model: str | None = None
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
         self._device = device
         self._apply: Callable[..., None] | None = None
@@ -226,6 +228,10 @@ class MemberDriver:
                     "starts, or spares once they fill a replica group; a second SIGTERM ends it now, and the state "
                     "with it"
                 )
+            case do.SendRequest():
+                if self._model is None:  # a module may change once it is used
+                    self._model = "" if self.seat_state is not None else state_server.model
+                rendezvous.perform(dataclasses.replace(instruction, model=self._model))
             case do.SendLeft():
                 reached("leaving")
                 if self.checkpoints is not None:

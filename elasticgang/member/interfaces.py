@@ -42,6 +42,10 @@ class StateServer(Protocol):
     def optimizer_bytes(self) -> int:
         """The size of the state of optimizers on the host."""
 
+    @property
+    def model(self) -> str:
+        """Names, shapes and dtypes of the registered parameters, in short."""
+
     def wait_for_memory(self) -> None:
         """Wait until memory for a heal is there, up to a limit, once."""
 

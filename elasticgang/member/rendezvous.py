@@ -126,6 +126,7 @@ class ElasticRendezvous:
         self._door = AgentDoor(context.door)
         self._comm_launcher = CommLauncher(ForkServerClient(socket.socket(fileno=context.forks)))
         self._groups = GroupSet(lambda: self._comm_launcher.start(self._make_process), on_stuck=self._end_rank)
+        self._process_group = process_group if isinstance(process_group, str) else "made by a function"
         self._data = self._make_data_groups(process_group, device)
         self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
         self._data_store: DataStore | None = None  # of the present generation
@@ -228,14 +229,8 @@ class ElasticRendezvous:
                 self._phases["aborted"] = time.monotonic()
             case do.Delay():
                 self._delay(instruction)
-            case do.SendRequest(report, error, checkpoint):
-                why = {"broken": error is not None, "timed_out": isinstance(error, CollectiveTimeoutError)}
-                left_step = isinstance(error, StepAborted)  # MANAGER-18
-                reached("requesting")
-                layout = layout_to_json(self._layout)
-                fields = {**why, "left_step": left_step, "checkpoint": checkpoint}
-                self._link.send("request", report=asdict(report), layout=layout, **fields)
-                reached("requested")
+            case do.SendRequest():
+                self._request(instruction)
             case Do.AWAIT_RECORD:
                 return self._await_record()
             case do.ReportSpare(record):
@@ -259,6 +254,26 @@ class ElasticRendezvous:
             case Do.CLOSE:
                 self._close()
         return None
+
+    def _request(self, request: do.SendRequest) -> None:
+        error = request.error
+        why = {"broken": error is not None, "timed_out": isinstance(error, CollectiveTimeoutError)}
+        settings = {
+            "number of steps": str(request.num_steps),
+            "process group": self._process_group,
+            "model": request.model,
+        }
+        reached("requesting")
+        self._link.send(
+            "request",
+            report=asdict(request.report),
+            layout=layout_to_json(self._layout),
+            checkpoint=request.checkpoint,
+            settings=settings,
+            left_step=isinstance(error, StepAborted),  # MANAGER-19
+            **why,
+        )
+        reached("requested")
 
     def _delay(self, delay: do.Delay) -> None:
         log.warning(

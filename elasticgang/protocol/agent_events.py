@@ -22,8 +22,8 @@ class Started:
 @value(frozen=True)
 class RecordRequested:
     """`broken`: a collective failed; otherwise the generation ended in order. `timed_out`: the collective timed out,
-    and no peer is known to be lost. `checkpoint`: the newest that the member can load. `left_step`: an exception has
-    left a step here, and the script goes on (MANAGER-18)."""
+    and no peer is known to be lost. `checkpoint`: the newest that the member can load. `settings`: as in `Report`.
+    `left_step`: an exception has left a step here, and the script goes on (MANAGER-19)."""
 
     member: str
     report: MemberReport
@@ -31,6 +31,7 @@ class RecordRequested:
     broken: bool
     timed_out: bool = False
     checkpoint: CheckpointRef | None = None
+    settings: tuple[tuple[str, str], ...] = ()
     left_step: bool = False
 
 

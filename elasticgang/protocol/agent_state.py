@@ -128,6 +128,7 @@ class AgentState:
     lost: str = ""  # why the agent fails once no member runs (AGENT-11)
     finished_in: int = 0  # the newest generation in which a member here has finished
     _layout: ParallelLayout | None = None
+    _settings: tuple[tuple[str, str], ...] = ()
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     _over: int = 0  # the newest generation of whose end this agent has sent or received a notice
     _num_started: int = 0
@@ -214,6 +215,7 @@ class AgentState:
             address=self.address,
             min_agents=self.min_agents,
             max_agents=self.max_agents,
+            settings=self._settings,
         )
 
     def ended_generation(self) -> int | None:
@@ -270,7 +272,7 @@ class AgentState:
             return [Fail(2, lack)]
         if self._layout is not None and event.layout != self._layout:
             return [Fail(2, f"rank {rank.local_rank} declares {event.layout}, but the other ranks {self._layout}")]
-        self._layout = event.layout
+        self._layout, self._settings = event.layout, self._settings or event.settings
         newcomer = rank.phase is _Phase.STARTING
         rank.phase, rank.report, rank.checkpoint = _Phase.REQUESTING, event.report, event.checkpoint
         self._note_commit(event.report.tip)

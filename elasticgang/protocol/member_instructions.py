@@ -182,11 +182,14 @@ class Delay(Instruction):
 @value(frozen=True)
 class SendRequest(Instruction):
     """Request the next generation's record. `error`: what ended the one before. `checkpoint`: the newest that this rank
-    can load."""
+    can load. `num_steps`: that the script takes. `model`: what the driver knows of the model, in words;
+    empty if it depends on the seat."""
 
     report: MemberReport
     error: GangError | None
     checkpoint: CheckpointRef | None = None
+    num_steps: int = 0
+    model: str = ""
 
 
 @value(frozen=True)

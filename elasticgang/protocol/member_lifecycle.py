@@ -37,7 +37,9 @@ MANAGER-17  A generation whose groups are not connected counts as a lost attempt
     without a committed step end this rank with an error, and `MAX_NOT_ENTERED` if it has no state: a joiner that cannot
     connect stops the others no longer than that. After `_NUM_AT_ONCE` it waits before each request, so that an
     interruption of the network does not use them up.
-MANAGER-18  If an exception leaves a step that is not committed, and the script goes on, the generation ends: the other
+MANAGER-18  A rank without state, whose peers hold a later step than its script's last one, ends with an error, and does
+    not end their generation.
+MANAGER-19  If an exception leaves a step that is not committed, and the script goes on, the generation ends: the other
     ranks wait for collectives of that step that this rank does not start any more. What forward has changed is
     restored then too.
 """
@@ -115,9 +117,10 @@ class MemberLifecycle:
         self._local_rank, self._address = local_rank, address
         self._step: _Step | None = None
         self._num_lost = 0  # steps, in a row
-        self._left: int | None = None  # the step that an exception has left (MANAGER-18)
+        self._left: int | None = None  # the step that an exception has left (MANAGER-19)
         self._num_not_entered = 0  # generations since the last commit that were not connected
         self._num_received = 0  # of a heal that has not ended
+        self._num_steps = 0
         self._regroups = True
         self.has_seat = False
         self._may_leave = False
@@ -147,7 +150,7 @@ class MemberLifecycle:
         is_done = is_last and (self._has_saved or not self.saves_last)
         if is_done and state.tip is not None:
             return Next.LEAVE
-        if self._gives_up:
+        if self._gives_up or self._is_past_end(num_steps):
             return Next.GIVE_UP
         if is_done or self._regroups or self._is_over:  # done without state: the job ends without this rank
             return Next.REGROUP
@@ -174,16 +177,22 @@ class MemberLifecycle:
             and not state.sources()
         )
 
+    def _is_past_end(self, num_steps: int) -> bool:
+        """MANAGER-18."""
+        state = self.state
+        return self.has_seat and state.tip is None and state.committed.step > num_steps and bool(state.sources())
+
     def pass_boundary(self, num_steps: int) -> Routine[Next]:
         """Do what `at_boundary` says, and return that. After REGROUP, LOAD and SAVE this rank is at the same boundary
         again.
 
         Raises:
-            OperationalError: too many attempts in a row were lost (MANAGER-17).
+            OperationalError: too many attempts in a row were lost (MANAGER-17), or the job has more steps (MANAGER-18).
             EvictedError, StateLostError, SystemExit: as `_next_generation` does.
         """
         yield from self._end_left_step()
         state, what = self.state, self.at_boundary(num_steps)
+        self._num_steps = num_steps
         if what is Next.REGROUP:
             yield from self._next_generation()
         elif what is Next.SAVE:
@@ -199,13 +208,18 @@ class MemberLifecycle:
         return what
 
     def _end_left_step(self) -> Routine[None]:
-        """MANAGER-18."""
+        """MANAGER-19."""
         if (left := self._left) is not None:
             self._left = None
             yield do.Poison(StepAborted(f"an exception has left step {left}, and the script goes on"))
 
     def _give_up(self) -> NoReturn:
         state = self.state
+        if self._is_past_end(self._num_steps):
+            raise OperationalError(
+                f"the job has committed {state.committed.step} steps, but this script takes {self._num_steps}: give "
+                "`manager.steps` the number that the job has"
+            )
         num_lost = self._num_lost + self._num_not_entered
         where = ""
         if self._num_not_entered:
@@ -480,7 +494,8 @@ class MemberLifecycle:
             delay_s = min(2.0 ** (self._num_not_entered - _NUM_AT_ONCE), MAX_DELAY_S)
             yield do.Delay(delay_s, self._num_not_entered, _hosts(state), error)
         checkpoint = yield Do.FIND_CHECKPOINT
-        yield do.SendRequest(state.report(self._local_rank, self._address, self.observed.draining), error, checkpoint)
+        report = state.report(self._local_rank, self._address, self.observed.draining)
+        yield do.SendRequest(report, error, checkpoint, self._num_steps)
         while self.has_seat or not self.observed.draining or state.former is not None:
             record: Record | None = yield Do.AWAIT_RECORD
             if record is None:

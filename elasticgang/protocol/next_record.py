@@ -4,7 +4,9 @@ Pure: equal inputs give equal records on every host. `recovery.py` determines th
 the formats.
 
 NEXT-1  A record is derived from its parent and one proposal; generations are numbered by this chain alone (RULE-2).
-NEXT-2  An agent with another job, layout or protocol is refused, and so is one that the others cannot reach.
+NEXT-2  An agent with another job, layout or protocol is refused, and so is one that the others cannot reach. A joiner
+    with another number of steps, process group or model than the agents that take part is refused too; before the first
+    record, or if none of them is left, the most common one applies.
 NEXT-3  A draining member takes no other member's seat. While there are spares, one heals its part of the state beside
     it.
 NEXT-4  The layout in force is the first of the job's layouts that the members fill, without those that drain; if they
@@ -209,7 +211,7 @@ def _mismatched(record: Record | None, reports: Sequence[Report]) -> Undecided |
     wanted["job"] = record.job if record is not None else _most_common(report.job for report in reports)
     wanted["layout"] = record.declared if record is not None else _most_common(report.layout for report in reports)
     refused = tuple((report.agent, why) for report in reports for why in _differences(report, wanted))
-    refused = refused or _unreachable(record, reports)
+    refused = refused or _unlike(record, reports) or _unreachable(record, reports)
     return _refuse(refused) if refused else None
 
 
@@ -222,6 +224,22 @@ def _differences(report: Report, wanted: Mapping[str, object]) -> Iterator[str]:
     for what, right in wanted.items():
         if getattr(report, what) != right:
             yield f"its {what} is {getattr(report, what)!r}, but the job's is {right!r}"
+
+
+def _unlike(record: Record | None, reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:
+    """Refuse joiners with other settings than the job's."""
+    members = [report for report in reports if record is not None and record.has_agent(report.agent)]
+    settings = [dict(report.settings) for report in members or reports]
+    joining = [report for report in reports if report not in members]
+    refused = []
+    for name in sorted({name for report in joining for name, _ in report.settings}):
+        given = [of_report[name] for of_report in settings if name in of_report]
+        right = _most_common(given) if given else None
+        for report in joining:
+            own = dict(report.settings).get(name, right)
+            if own != right and right is not None:
+                refused.append((report.agent, f"its {name} is {own!r}, but the job's is {right!r}"))
+    return tuple(refused)
 
 
 def _unreachable(record: Record | None, reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:

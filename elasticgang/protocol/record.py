@@ -103,7 +103,8 @@ class Report:
     others are spares. `num_ranks`: how many ranks it runs, without spares; 0 if unknown. `num_starting`: how many more
     ranks it is starting, for which the layout in force is kept. `address`: where the other agents reach it,
     "host:port". `min_agents`: how many agents the first generation waits for. `max_agents`: how many agents may have
-    active or learning seats; 0 for no limit.
+    active or learning seats; 0 for no limit. `settings`: what all agents must have alike besides, by name, as its first
+    rank has it.
     """
 
     agent: str
@@ -122,6 +123,7 @@ class Report:
     min_agents: int = 1
     max_agents: int = 0
     protocol: int = PROTOCOL
+    settings: tuple[tuple[str, str], ...] = ()
 
 
 class Seat(NamedTuple):
@@ -511,6 +513,7 @@ def report_from_json(data: dict[str, Any]) -> Report:
             "newest_record": RecordRef(int(data["newest_record"][0]), str(data["newest_record"][1])),
             "exited": tuple(data["exited"]),
             "checkpoint": checkpoint_from_json(data["checkpoint"]),
+            "settings": tuple((str(name), str(value)) for name, value in data["settings"]),
         }
     )
 

@@ -185,6 +185,9 @@ def _report(value: Any) -> Report:
         _number(report.num_seats)
     for name in report.exited:
         _name(name)
+    for setting in report.settings:
+        for text in setting:
+            _name(text)
     if len({_name(member.id) for member in report.members}) != len(report.members):
         raise ValueError("a member is reported twice")
     return report

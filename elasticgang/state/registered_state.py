@@ -28,6 +28,7 @@ from __future__ import annotations
 import bisect
 import copy
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -341,6 +342,17 @@ class RegisteredState:
     def num_bytes(self) -> int:
         """The size of the local parameters."""
         return sum(local(each).nbytes for of_module in self._parameters.values() for each in of_module.values())
+
+    @property
+    def model(self) -> str:
+        """Names, shapes and dtypes of all parameters, in short. A DTensor counts as a whole."""
+        found = [
+            (name, key, tuple(parameter.shape), str(parameter.dtype), parameter.numel())
+            for name, of_module in self._parameters.items()
+            for key, parameter in of_module.items()
+        ]
+        digest = hashlib.blake2b(repr(sorted(found)).encode(), digest_size=4).hexdigest()
+        return f"{len(found)} parameters of {sum(size for *_, size in found)} elements ({digest})"
 
     @property
     def optimizer_bytes(self) -> int:

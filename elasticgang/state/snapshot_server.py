@@ -140,6 +140,11 @@ class SnapshotServer:
         """As of `RegisteredState`."""
         return self._state.optimizer_bytes
 
+    @property
+    def model(self) -> str:
+        """As of `RegisteredState`."""
+        return self._state.model
+
     def release_memory(self) -> None:
         """RESERVE-2."""
         reserve, self._state.reserve = self._state.reserve, None

@@ -195,6 +195,26 @@ def test_who_does_not_fit_is_refused_on_both_sides_and_the_job_goes_on(tmp_path:
         assert all(event["generation"] == 1 for event in agents[0].events() if event["event"] == "generation")
 
 
+@pytest.mark.parametrize("what", ["number of steps", "process group"])
+def test_a_joiner_with_other_settings_is_refused_and_the_job_goes_on(tmp_path: Path, alone: str, what: str) -> None:
+    """NEXT-2."""
+    with Cluster(tmp_path, holds=[5]) as cluster:
+        first = cluster.start(ranks=1)
+        cluster.reached(5, 1)
+        if what == "process group":
+            joiner = cluster.start(ranks=1, options=["--process-group", "gloo"])
+        else:
+            joiner = cluster.start(ranks=1, script_options=["--steps", "3"])
+        cluster.join_noticed(5, 1)
+        cluster.release(5)
+        assert joiner.wait() == 2
+        cluster.agents.remove(joiner)
+        joiner.assert_nothing_left()
+        assert f"error: the job refused this host: its {what} is" in joiner.stderr
+        first.expect_line(f"its {what} is")
+        cluster.check(alone, [first])
+
+
 def test_two_jobs_of_one_coordinator_know_nothing_of_each_other(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         agents = [cluster.start(ranks=1, job_id=job_id, layout={"min_replicas": 1}) for job_id in ("one", "other")]

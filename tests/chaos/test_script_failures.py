@@ -44,7 +44,7 @@ def test_nothing_is_told_after_why_the_job_has_failed(tmp_path: Path) -> None:
     assert told[-1] == "failed"
 
 
-# MANAGER-18
+# MANAGER-19
 def test_a_script_that_goes_on_after_an_exception_costs_one_change_of_generation(tmp_path: Path) -> None:
     """The other rank waits for no time-out, and what forward has changed is put back."""
     path = script(

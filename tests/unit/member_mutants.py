@@ -120,6 +120,10 @@ MEMBER_MUTANTS = {
         ((MemberLifecycle, "_gives_up", property(_gives_up_as_any)),),
         test_member_lifecycle.test_a_rank_without_state_gives_up_sooner_on_generations_that_are_not_connected,
     ),
+    "a rank that has fewer steps than its peers ends their generations": UnitMutant(
+        ((MemberLifecycle, "_is_past_end", always(False)),),
+        test_member_lifecycle.test_a_rank_whose_script_takes_fewer_steps_than_the_job_has_ends_alone,
+    ),
     "a generation that was not connected is requested again at once": UnitMutant(
         ((member_lifecycle, "_NUM_AT_ONCE", math.inf),),
         test_member_lifecycle.test_it_waits_before_it_requests_after_some_generations_that_were_not_connected,

@@ -156,6 +156,10 @@ RECORD_MUTANTS = {
         ((CoordinatorState, "_tell_waiting", always([])),),
         test_coordinator_notices.test_agents_are_told_for_whom_they_wait_once_the_generation_is_over,
     ),
+    "joiners with other settings are let in": UnitMutant(
+        ((next_record, "_unlike", always(())),),
+        test_next_record.test_a_joiner_with_other_settings_than_the_agents_that_take_part_is_refused,
+    ),
     "a session that has yet to send its decision stays": UnitMutant(
         ((CoordinatorState, "_hello", _hello_beside_another),),
         test_coordinator_state.test_a_newer_session_closes_the_one_that_has_not_sent_its_decision,

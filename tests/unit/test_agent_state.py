@@ -450,3 +450,13 @@ def test_the_death_of_an_unseated_rank_ends_no_generation() -> None:
     host = running()
     host.start("a1'")
     assert host.exits("a1'") == [Restart(1, 0.0)]
+
+
+def test_the_report_has_the_settings_of_the_rank_that_requests_first() -> None:
+    host = Host(num_ranks=2)
+    for number, settings in ((0, (("model", "x"),)), (1, (("model", "y"),))):
+        host.start(f"a{number}")
+        host.state.handle(
+            RecordRequested(f"a{number}", report_of(f"a{number}"), LAYOUT, broken=False, settings=settings)
+        )
+    assert host.state.report().settings == (("model", "x"),)

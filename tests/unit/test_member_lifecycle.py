@@ -371,7 +371,7 @@ def test_an_error_is_dropped_with_a_lost_step(
     assert driver.names[1:] == ["Poison"] * (error is LOST)
 
 
-# MANAGER-18
+# MANAGER-19
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_a_script_that_goes_on_after_an_exception_has_left_a_step_ends_the_generation(is_committed: bool) -> None:
     driver = active()
@@ -510,6 +510,23 @@ def test_a_step_in_doubt_does_not_wait_for_ever_for_a_generation_that_is_connect
     driver.records = [record(ACTIVE, generation, Attempt(1, 1)) for generation in (2, 3, 4)]
     with pytest.raises(OperationalError, match="step 1 was lost 3 times in a row, 3 times because the ranks of a and"):
         driver.run(driver.lifecycle.commit(1.0, measures=False), {"AWAIT_SUMS control": LOST, "Configure": LOST})
+
+
+# MANAGER-18
+def test_a_rank_whose_script_takes_fewer_steps_than_the_job_has_ends_alone() -> None:
+    driver = learner()
+    assert driver.lifecycle.at_boundary(3) is Next.REGROUP  # the job may end with this step
+    told = r"the job has committed 3 steps, but this script takes 2: give `manager\.steps` the number that the job has"
+    with pytest.raises(OperationalError, match=told):
+        driver.run(driver.lifecycle.pass_boundary(2))
+    assert not driver.done
+
+
+# NEXT-2
+def test_a_request_says_how_many_steps_the_script_takes() -> None:
+    driver = active()
+    (request,) = [each for each in driver.done if isinstance(each, do.SendRequest)]
+    assert request.num_steps == NUM_STEPS
 
 
 # MANAGER-10

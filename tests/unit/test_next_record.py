@@ -17,6 +17,7 @@ from elasticgang.protocol.record import (
     LEARNER,
     PROTOCOL,
     SPARE,
+    CheckpointRef,
     Record,
     Undecided,
     Unrecoverable,
@@ -248,6 +249,33 @@ def test_an_agent_that_differs_from_the_record_is_refused(what: str, other: Any)
     assert [agent for agent, _ in answer.refused] == ["c", "d"]  # although they are the more
     for _, why in answer.refused:
         assert why.startswith(f"its {what} is {other!r}, but the job's is ")
+
+
+STEPS = "number of steps"
+
+
+# NEXT-2
+def test_a_joiner_with_other_settings_than_the_agents_that_take_part_is_refused() -> None:
+    record, tip = trained("a", "b")
+    joiners = [report(agent, member(f"{agent}0"), settings=((STEPS, "30"),)) for agent in "cd"]
+    members = [report("a", member("a0", tip), seen=record, settings=((STEPS, "2000"),))]
+    members.append(report("b", member("b0", tip), seen=record))
+    why = "its number of steps is '30', but the job's is '2000'"
+    assert undecided(record, *members, *joiners).refused == (("c", why), ("d", why))
+    others = [replace(joiner, settings=(("model", "x"), (STEPS, "2000"))) for joiner in joiners]
+    agreed(record, *members, *others)  # what only joiners name is not compared
+
+
+# NEXT-2
+def test_without_agents_that_take_part_the_most_common_settings_apply() -> None:
+    reports = [
+        report(agent, member(f"{agent}0"), settings=((STEPS, value),))
+        for agent, value in (("a", "9"), ("b", "10"), ("c", "10"))
+    ]
+    assert undecided(None, *reports).refused == (("a", "its number of steps is '9', but the job's is '10'"),)
+    record = agreed(None, *reports[1:])
+    alone = report("d", member("d0"), settings=((STEPS, "99"),), checkpoint=CheckpointRef(Attempt(5, 1), "x"))
+    assert agreed(record, alone, lost=("b", "c")).agents == ("d",)
 
 
 def test_an_agent_that_others_cannot_reach_is_refused() -> None:

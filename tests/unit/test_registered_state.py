@@ -213,3 +213,16 @@ def test_a_buffer_without_a_place_is_refused() -> None:
     for name in ("2.table", "1.grow"):
         with pytest.raises(WireError, match=f"only the source's module has the buffer '{name}'"):
             registered.check_small({"buffers": {"model": {name: torch.ones(1)}}, "others": {}})
+
+
+def test_models_of_other_names_shapes_or_dtypes_are_told_apart() -> None:
+    def model(**modules: nn.Module) -> str:
+        state = RegisteredState()
+        state.register(**modules)
+        return state.model
+
+    one = model(model=nn.Linear(2, 3))
+    assert one.startswith("2 parameters of 9 elements (")
+    assert model(model=nn.Linear(2, 3)) == one
+    others = [model(m=nn.Linear(2, 3)), model(model=nn.Linear(3, 2)), model(model=nn.Linear(2, 3).double())]
+    assert len({one, *others, model(model=nn.Linear(2, 3, bias=False))}) == 5

@@ -243,7 +243,7 @@ def agent_messages(record: Record) -> list[m.AgentMessage | RendezvousKeys]:
         m.Hello("a", "i", 1),
         m.Promise(m.Term(1, "c")),
         m.KnownDecision(decision),
-        m.Ready(report("a", newest_commit=Attempt(1, 1), exited=("a/9",), num_seats=1)),
+        m.Ready(report("a", newest_commit=Attempt(1, 1), exited=("a/9",), num_seats=1, settings=(("model", "m"),))),
         m.EndGeneration(3, "why", is_effect=True),
         m.JoinRequest(4),
         m.Accepted(2, record.digest),
@@ -474,3 +474,9 @@ def test_a_compressed_message_takes_no_more_memory_than_another() -> None:
         assert tracemalloc.get_traced_memory()[1] < 3 * MAX_PAYLOAD_BYTES
     finally:
         tracemalloc.stop()
+
+
+def test_a_setting_of_any_length_is_refused() -> None:
+    sent = encode(m.Ready(report("a", settings=(("model", "x" * (1 << 20)),))))
+    with pytest.raises(WireError):
+        decode_from_agent(sent)
