@@ -59,7 +59,7 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.coordinator_messages import Finished as JobFinished
 from elasticgang.protocol.record import Record, Report, Undecided
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
-from elasticgang.session.addresses import is_address_here
+from elasticgang.session.addresses import family_of, host_and_port, is_address_here
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials
 
@@ -69,6 +69,7 @@ _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, be
 _SUCCESSORS_S = 0.5
 SILENT_S = 5.0  # CONTROL-7
 _ANYWHERE = ("192.0.2.1", 9)  # an address for examples, beyond the default route
+_ANYWHERE_6 = ("2001:db8::1", 9)
 
 
 class ControlPlaneCallbacks(Protocol):
@@ -144,7 +145,7 @@ class ControlPlane:
         self._new_session(AgentSession(self.agent, self._incarnation, self._timeouts))
 
     def _new_session(self, session: AgentSession) -> None:
-        host, _, port = self.coordinator.rpartition(":")
+        host, port = host_and_port(self.coordinator)
         self._session = session
         self._client = AgentClient(self._session, self, (host, int(port)), self._job, self._credentials)
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -457,8 +458,8 @@ class ControlPlane:
 def _seen_from_outside(host: str) -> str:
     """Where others reach this machine, which has reached from `host` a coordinator that listens on all addresses. There
     may be agents of other machines, to which a loopback address means themselves."""
-    if host.startswith("127."):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(_ANYWHERE)  # sends nothing
+    if host.startswith("127.") or host == "::1":
+        with contextlib.suppress(OSError), socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+            probe.connect(_ANYWHERE_6 if ":" in host else _ANYWHERE)  # sends nothing
             return str(probe.getsockname()[0])
     return host

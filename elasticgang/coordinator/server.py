@@ -19,7 +19,7 @@ from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOpt
 from elasticgang.coordinator.state_directory import StateDirectory
 from elasticgang.errors import OperationalError, reason_of
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
-from elasticgang.session.addresses import listen_failure
+from elasticgang.session.addresses import address_of, listen_failure
 from elasticgang.session.credentials import Credentials, credentials_from_json
 
 GRACE_S = 1.0  # without a state directory: time for the agents of a running job to reconnect (SERVE-FOUND)
@@ -104,7 +104,7 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
     except OSError as exc:
         raise OperationalError(listen_failure(host, options.port, exc)) from exc
     try:
-        listening(f"{host}:{port}")
+        listening(address_of(host, port))
         await failed
     finally:
         await server.stop()

@@ -103,7 +103,9 @@ def make_parser() -> argparse.ArgumentParser:
         description="Decide which ranks are in each generation of one or more jobs, until SIGINT or SIGTERM. "
         "Training steps do not call it; agents do when the membership changes.",
     )
-    coordinator.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
+    coordinator.add_argument(
+        "--host", type=_host, default="127.0.0.1", help="the address to listen on (default: %(default)s)"
+    )
     coordinator.add_argument(
         "--port", type=_port, default=COORDINATOR_PORT, help="0 for a free one (default: %(default)s)"
     )
@@ -411,7 +413,7 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "--heal-interfaces",
         type=_interfaces,
         metavar="LIST",
-        help="interfaces of this host, or IPv4 addresses of them, with commas between, such as eth0,eth1: ranks of "
+        help="interfaces of this host, or addresses of them, with commas between, such as eth0,eth1: ranks of "
         "other hosts heal from this host by all of them at once, a part of the state by each. One that is down is left "
         "out (default: the address by which this host reaches the coordinator)",
     )
@@ -555,6 +557,10 @@ def _listen_address(text: str) -> tuple[str, int]:
     if separator and not host:
         raise argparse.ArgumentTypeError(f"must be PORT or HOST:PORT, but is {text!r} instead")
     return host.strip("[]") or "127.0.0.1", _port(port)
+
+
+def _host(text: str) -> str:
+    return text.strip("[]")
 
 
 def _port(text: str) -> int:

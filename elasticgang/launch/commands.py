@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.heal_interfaces is not None:
         _check_interfaces(args.heal_interfaces, credentials)
     if args.coordinator is not None:
-        host = args.coordinator.rpartition(":")[0]
+        host, _ = _host_and_port(args.coordinator)
         _check_reachable(args.coordinator, args.connect_timeout)
         _check_open(host, credentials, f"the agent uses a coordinator on loopback only, not at {host!r}")
     from elasticgang.checkpoint.locations import check_lasting
@@ -61,16 +61,16 @@ def run(args: argparse.Namespace) -> int:
 def coordinator(args: argparse.Namespace) -> int:
     import socket
 
+    from elasticgang.session.addresses import family_of, listen_failure
+
     try:
         args.host.encode("idna")
     except UnicodeError as exc:
         raise UsageError(f"--host: {args.host!r} is not a valid host name") from exc
     if args.port:  # a short answer, before the modules of the coordinator are imported
         try:
-            socket.create_server((args.host, args.port)).close()
+            socket.create_server((args.host, args.port), family=family_of(args.host)).close()
         except OSError as exc:
-            from elasticgang.session.addresses import listen_failure
-
             raise UsageError(listen_failure(args.host, args.port, exc)) from exc
     if args.advertise is not None:
         _host_and_port(args.advertise, "--advertise")
@@ -397,8 +397,10 @@ def _check_interfaces(names: Sequence[str], credentials: Credentials) -> None:
 
 
 def _host_and_port(address: str, option: str = "--coordinator") -> tuple[str, int]:
-    host, separator, port = address.rpartition(":")
-    if not (separator and host and port.isdecimal() and int(port) < 1 << 16):
+    from elasticgang.session.addresses import host_and_port
+
+    host, port = host_and_port(address)
+    if not (host and port.isdecimal() and int(port) < 1 << 16):
         raise UsageError(f"{option} must be HOST:PORT, but is {address!r} instead")
     return host, int(port)
 
@@ -437,9 +439,9 @@ def _check_reachable(address: str, timeout: float) -> None:
     import time
 
     from elasticgang.errors import reason_of
-    from elasticgang.session.addresses import probe
+    from elasticgang.session.addresses import host_and_port, probe
 
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     deadline = time.monotonic() + timeout
     while True:
         try:

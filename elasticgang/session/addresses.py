@@ -34,10 +34,25 @@ def probe(host: str, port: int, timeout_s: float) -> None:
     raise failure_of(errors)
 
 
+def address_of(host: str, port: int) -> str:
+    """As it is written for a person: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_and_port(address: str) -> tuple[str, str]:
+    """Of `HOST:PORT`. An IPv6 address may be in brackets. Both are empty if there is no colon."""
+    host, separator, port = address.rpartition(":")
+    return (host.strip("[]"), port) if separator else ("", "")
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """For a listener at `host`, an address or a name."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def is_address_here(host: str) -> bool:
     """Whether this machine has the address `host`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as tried:
+    with socket.socket(family_of(host), socket.SOCK_STREAM) as tried:
         try:
             tried.bind((host, 0))
         except OSError as exc:
@@ -67,4 +82,4 @@ def _reason(error: OSError) -> str:
 def listen_failure(host: str, port: int, error: OSError) -> str:
     """What to say if nothing can listen there. The functions that listen put the address into `strerror`."""
     reason = os.strerror(error.errno) if error.errno and error.errno > 0 else reason_of(error)
-    return f"cannot listen on {host}:{port}: {reason}"
+    return f"cannot listen on {address_of(host, port)}: {reason}"

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 
 from elasticgang.errors import WireError
+from elasticgang.session.addresses import family_of
 from elasticgang.session.incidents import Incidents
 from elasticgang.state import transport
 from elasticgang.state.authentication import Authenticator
@@ -48,7 +49,7 @@ class StateListener:
         )
         self._authenticator, self._serve_channel = authenticator, serve
         self._is_one_of_several = is_one_of_several
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.create_server((host, 0), family=family_of(host))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._closed = threading.Event()
         self._lock = threading.Lock()

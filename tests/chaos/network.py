@@ -21,15 +21,18 @@ from tests.preloaded import IN_NAMESPACE
 class Network:
     """`hosts` have the addresses 10.77.0.1, 10.77.0.2, ... As a context manager, leaves nothing behind."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        """Skips the test where namespaces are not to be had."""
+    def __init__(self, hosts: Sequence[str], *, has_ipv6: bool = False) -> None:
+        """Skips the test where namespaces are not to be had. `has_ipv6`: the addresses are fd77::1, fd77::2, ... and
+        there are no others."""
         if shutil.which("ip") is None:
             pytest.skip("needs iproute2 (`ip netns`)")
         _delete_what_dead_tests_left()
         self._mark = f"eg{os.getpid()}x{uuid.uuid4().hex[:4]}"
         self._made: list[str] = []
         self._switches: set[int] = set()
-        self.addresses = {host: f"10.77.0.{number}" for number, host in enumerate(hosts, 1)}
+        self._has_ipv6 = has_ipv6
+        subnet = "fd77::" if has_ipv6 else "10.77.0."
+        self.addresses = {host: f"{subnet}{number}" for number, host in enumerate(hosts, 1)}
         try:
             self._make(self._mark)
             for host in hosts:
@@ -117,7 +120,8 @@ class Network:
             cable = f"to-{host}"
             _ip(*switch, "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", self._name(host))
             _ip(*switch, "link", "set", cable, "master", "switch", "up")
-            _ip(*there, "address", "add", f"{self.addresses[host]}/24", "dev", "eth0")
+            prefix = ["64", "nodad"] if self._has_ipv6 else ["24"]
+            _ip(*there, "address", "add", f"{self.addresses[host]}/{prefix[0]}", "dev", "eth0", *prefix[1:])
             _ip(*there, "link", "set", "eth0", "up")
             _ip(*there, "link", "set", "lo", "up")
 

@@ -134,7 +134,7 @@ def test_interfaces_that_are_down_are_left_out(tmp_path: Path, network: Network,
     ("interfaces", "told"),
     [
         ("eth1,eth7", "--heal-interfaces: this host has no interface 'eth7': it has eth0, eth1, eth2, lo"),
-        ("10.78.9.9", "--heal-interfaces: this host has no IPv4 address 10.78.9.9: it has 10.77.0.2, 10.78.1.2, "),
+        ("10.78.9.9", "--heal-interfaces: this host has no address 10.78.9.9: it has 10.77.0.2, 10.78.1.2, "),
         ("eth1,10.78.1.2", "--heal-interfaces: 'eth1' and '10.78.1.2' are both 10.78.1.2"),
     ],
 )
@@ -144,6 +144,19 @@ def test_interfaces_that_are_not_there_are_refused(interfaces: str, told: str, n
     done = subprocess.run(command, capture_output=True, text=True, timeout=SLOW_S, cwd=REPOSITORY)
     assert done.returncode == 2
     assert told in done.stderr
+
+
+def test_an_interface_may_have_an_ipv6_address_alone() -> None:
+    show = "from elasticgang.session.host_addresses import addresses_of as of; print(of(['eth0']), of(['fd77:0::1']))"
+    with Network(["a"], has_ipv6=True) as network:
+        done = subprocess.run(
+            [*network.on("a"), sys.executable, "-c", show],
+            capture_output=True,
+            text=True,
+            timeout=SLOW_S,
+            cwd=REPOSITORY,
+        )
+    assert done.stdout == "['fd77::1'] ['fd77::1']\n", done.stderr
 
 
 # CRED-LOCAL

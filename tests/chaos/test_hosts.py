@@ -11,7 +11,7 @@ import pytest
 from elasticgang.protocol.coordinator_messages import JOB_TIMEOUTS
 from tests.chaos.network import Network
 from tests.chaos.several import Cluster, generation_of
-from tests.support import Job
+from tests.support import Job, kill
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -69,6 +69,25 @@ def test_a_short_cut_ends_nothing(tmp_path: Path, alone: str, network: Network) 
         network.reconnect("b")
         cluster.check(alone, agents)
         assert not [event for agent in agents for event in agent.events() if event["event"] in ("fenced", "host lost")]
+
+
+@pytest.mark.parametrize("group", ["isolated-gloo", "gloo"])
+def test_hosts_that_have_only_ipv6_lose_a_rank_and_heal_it_from_the_other_host(
+    tmp_path: Path, alone: str, group: str
+) -> None:
+    with Network(["c", "a", "b"], has_ipv6=True) as network, cluster_on(network, tmp_path, [5, 12]) as cluster:
+        assert cluster.coordinator.address.startswith("[fd77::1]:")
+        options = ["--process-group", group]
+        agents = [cluster.start(nnodes="2:2", ranks=1, options=options, prefix=network.on(host)) for host in "ab"]
+        cluster.reached(5, 2)
+        second = agents[1]
+        kill(second.rank_pid(0))
+        cluster.release(5)
+        cluster.reached(12, 1)
+        cluster.join_noticed(12, 1)
+        cluster.release(12)
+        cluster.check(alone, agents)
+        second.expect("healed", count=2)  # it began as a learner
 
 
 def test_gloo_in_process_connects_hosts_whose_name_has_another_address(
