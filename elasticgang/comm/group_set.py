@@ -8,6 +8,8 @@ GROUPS-2  The first error ends the configuration: it is stored, the process is k
 GROUPS-3  One owner calls `open`, `connect` and `leave`. Any thread may call `start`, `kill` and `fail`.
 GROUPS-4  At most one process of a former configuration is halted (COMM-6). `end_halted` kills it, and so do the end of
           the next configuration and `close`.
+GROUPS-5  A configuration takes collectives once `connect` has returned, and until it has ended. What another thread
+          starts before or after that fails, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class Configuration:
         self.error: GangError | None = None
         self.on_end: Callable[[GangError], None] | None = None  # called with the first error; must not block
         self.has_died = False  # the process died by itself, before or during `connect`
+        self.is_connected = False  # `connect` has returned
         self._on_stuck = on_stuck
         self._is_left = False
         self._has_error = threading.Event()
@@ -62,6 +65,7 @@ class Configuration:
         """Make the groups (see `CommProcess.configure`). Raises GangError; the configuration has then ended."""
         with self._ending():
             self.comm.configure(prefix, groups, self.fail_weakly, **options)
+        self.is_connected = True
 
     def add(self, prefix: str, group: GroupSpec, **options: Any) -> None:
         """Add a group (see `CommProcess.add_group`). Raises GangError; the configuration has then ended."""

@@ -34,6 +34,7 @@ from elasticgang.errors import (
     InvalidOperationError,
     NotSupportedError,
     PeerLostError,
+    StaleGenerationError,
 )
 
 _GROUP = "all"
@@ -70,6 +71,7 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
 
     backend = "gloo"
     _timeout: float
+    _was_configured = False
     _owner = 0  # the pid of the process that made the group (COMM-7)
 
     def __init__(self, timeout: float | timedelta = 60.0, *, reuse: bool = True) -> None:
@@ -130,6 +132,7 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
             raise InvalidOperationError(
                 "the process group belongs to the parent of this process; make another one here"
             )
+        self._was_configured = True
         self._groups.leave()
         self._rank, self._size = rank, world_size
         try:
@@ -218,9 +221,14 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
         configuration = self._groups.present
         if self._closed:
             raise ClosedError("the process group's handle is closed: it was shut down")
-        if configuration is None:
-            raise InvalidOperationError("the process group is not configured; call `configure` first")
-        return configuration
+        if configuration is not None and configuration.is_connected:
+            return configuration
+        if self._was_configured:  # GROUPS-5
+            error = None if configuration is None else configuration.error
+            raise StaleGenerationError(
+                f"the process group is not configured: {error or '`configure` has not returned'}"
+            )
+        raise InvalidOperationError("the process group is not configured; call `configure` first")
 
 
 class SharedProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[misc]  # names that torch fixes

@@ -19,7 +19,13 @@ import torchft.process_group as torchft
 from torchft.process_group import ProcessGroup
 
 from elasticgang.comm import ProcessGroupIsolatedGloo, ProcessGroupIsolatedNCCL
-from elasticgang.errors import ClosedError, CollectiveTimeoutError, GangError, InvalidOperationError
+from elasticgang.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    GangError,
+    InvalidOperationError,
+    StaleGenerationError,
+)
 from tests.integration.conftest import Rings
 from tests.integration.rings import SUM, Ring
 from tests.support import wait_until
@@ -170,6 +176,30 @@ def test_a_peer_that_does_not_come_is_an_error_at_the_timeout_and_the_next_confi
     ring.configure()
     assert ring.sums() == [2.0, 2.0]
     assert ring[0].errored() is None
+
+
+# GROUPS-5
+def test_a_collective_that_starts_during_a_configure_is_refused(rings: Rings) -> None:
+    ring = rings(2)
+    before = ring[0].comm_process
+    ring[0].abort()  # so that another process comes
+    address = ring.next_address()
+    configuring = ring.begin(lambda: ring[0].configure(address, "replica", 0, 2))
+    wait_until(lambda: ring[0].comm_process not in (before, None), "it is at it", GUARD_S)
+    with pytest.raises(StaleGenerationError, match="`configure` has not returned"):
+        start(ring[0], 100.0)
+    ring[1].configure(address, "replica", 1, 2)
+    configuring.result(GUARD_S)
+    assert ring.sums() == [2.0, 2.0]
+
+
+def test_after_a_configure_that_failed_collectives_say_why(rings: Rings) -> None:
+    ring = rings(2)
+    ring[0].set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(GangError):
+        ring[0].configure(ring.next_address(), "replica", 0, 2)
+    with pytest.raises(StaleGenerationError, match=r"not configured: .*timed out"):
+        start(ring[0])
 
 
 # -- works, kept and dropped
