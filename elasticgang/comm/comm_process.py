@@ -13,6 +13,8 @@ COMM-6  A process that `kill` halts runs no code any more (STOP-1), but keeps it
     that have no other notice learn of the end only then. One that uses a device is not halted: the device goes on.
 COMM-7  The process belongs to the process that started it. A forked child closes its copies of the descriptors. There,
     pending works have failed, calls that end the process do nothing, and others raise InvalidOperationError.
+COMM-8  A work of one configuration is not sent once `close_groups` or the next `configure` has begun: any thread may
+    start it meanwhile.
 """
 
 from __future__ import annotations
@@ -131,6 +133,7 @@ class CommProcess:
         self._works: dict[int, CommWork] = {}
         self._completed: dict[int, CommWork] = {}  # works that end at this moment
         self._next_id = 0
+        self._number = 0  # of the configuration (COMM-8)
         self._ranks: dict[str, int] = {}  # by group
         self._bodies: dict[tuple[object, ...], bytes] = {}
         self._sent_slabs: set[int] = set()
@@ -216,8 +219,9 @@ class CommProcess:
         store: str | None = None,
         timeout: float | None = None,
         handshake: bool = False,
-    ) -> None:
-        """Replace all groups by `groups`. Blocks until this rank has connected to its peers.
+    ) -> int:
+        """Replace all groups by `groups`. Blocks until this rank has connected to its peers. Returns the number of the
+        configuration, for `submit`.
 
         `prefix`: of the keys in the store; no other generation may use it. `store`: None for the store or agent given
         at the start. `timeout`: seconds for this call and for each collective of the groups. `handshake`: return only
@@ -228,6 +232,9 @@ class CommProcess:
         Raises:
             GangError: a peer did not connect, or the process was aborted. Abort it.
         """
+        with self._lock:
+            self._number += 1
+            number = self._number
         self._on_error = on_error
         self._ranks = {spec.name: spec.rank for spec in groups}
         specs = [{"name": spec.name, "rank": spec.rank, "size": spec.size} for spec in groups]
@@ -244,6 +251,7 @@ class CommProcess:
             self.block.configure([spec.name for spec in groups], {spec.name: spec.shown for spec in groups})
         self._send(message)
         self._reply("configured", self.timeout, "configure", 5.0 if timeout is None else 0.0)
+        return number
 
     def add_group(
         self, prefix: str, group: GroupSpec, *, store: str | None = None, timeout: float | None = None
@@ -277,12 +285,18 @@ class CommProcess:
             GangError: it failed; or a work is pending, which only a kill can end; or a callback runs, which may start
                 another work. Abort the process.
         """
-        if self.num_works:
-            raise StaleGenerationError(f"{self.num_works} works are under way")
+        self._check_idle()
         if not self._reply_reader.wait_for_callbacks(timeout):
             raise StaleGenerationError("a callback of a collective has not returned")
+        with self._lock:
+            self._check_idle()
+            self._number += 1  # COMM-8
         self._send({"kind": "close"})
         self._reply("configured", timeout, "close")
+
+    def _check_idle(self) -> None:
+        if self.num_works:
+            raise StaleGenerationError(f"{self.num_works} works are under way")
 
     def submit(
         self,
@@ -290,9 +304,11 @@ class CommProcess:
         collective: Collective,
         timeout: float | None = None,
         fail: Callable[[GangError], None] | None = None,
+        number: int | None = None,
     ) -> CommWork:
         """Start a checked collective on `group`. `timeout`: seconds, if the collective has none; None for the
-        process's. `fail`: see `CommWork`. Never raises GangError: the returned work has failed instead.
+        process's. `fail`: see `CommWork`. `number`: of its configuration; None for any. Never raises GangError: the
+        returned work has failed instead.
 
         Raises:
             InvalidOperationError: this is a forked child (COMM-7), or see `check_reentry`.
@@ -301,19 +317,24 @@ class CommProcess:
             raise _not_own()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # later calls reuse the tensors that this one makes
-                return self.submit(group, collective, timeout, fail)
+                return self.submit(group, collective, timeout, fail, number)
         if has_modes():  # STAGING-5
             with without_modes():
-                return self.submit(group, collective, timeout, fail)
+                return self.submit(group, collective, timeout, fail, number)
         check_reentry()
         try:
             here.is_inside = True  # REENTRY-2
-            return self._submit(group, collective, timeout, fail)
+            return self._submit(group, collective, timeout, fail, number)
         finally:
             here.is_inside = False
 
     def _submit(
-        self, group: str, collective: Collective, timeout: float | None, fail: Callable[[GangError], None] | None
+        self,
+        group: str,
+        collective: Collective,
+        timeout: float | None,
+        fail: Callable[[GangError], None] | None,
+        number: int | None,
     ) -> CommWork:
         call, kind, timeout = collective.call, TABLE[collective.call], collective.timeout_s or timeout
         work = CommWork(self._reply_reader, call, collective.outputs, (timeout or self.timeout) + kind.grace_s, fail)
@@ -338,8 +359,8 @@ class CommProcess:
         if call == "broadcast" and collective.peer == self._ranks.get(group):
             for staged_tensor in work.staged:
                 staged_tensor.is_written = False  # STAGING-4
-        if not self._start(work, self._encoded(group, collective, timeout, work.staged), group):
-            self._end(work, StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
+        if not self._start(work, self._encoded(group, collective, timeout, work.staged), group, number):
+            self._refuse(work)
         return work
 
     def _encoded(self, group: str, c: Collective, timeout: float | None, staged_tensors: Sequence[Any]) -> bytes:
@@ -353,11 +374,12 @@ class CommProcess:
             body = self._bodies[key] = json.dumps(encoded(group, c, timeout, described)).encode()
         return body
 
-    def _start(self, work: CommWork, body: bytes, group: str) -> bool:
-        """Register and send `work`. False: the process has ended, and nothing was registered or sent."""
+    def _start(self, work: CommWork, body: bytes, group: str, number: int | None) -> bool:
+        """Register and send `work`. False: the process or the configuration has ended, and nothing was registered or
+        sent."""
         with self._send_lock:  # `abort` does not take it: the kill ends a send that blocks
             with self._lock:
-                if self._ended:  # COMM-1
+                if self._ended or (number is not None and number != self._number):  # COMM-1, COMM-8
                     return False
                 self._next_id += 1
                 id = self._next_id
@@ -375,6 +397,11 @@ class CommProcess:
                 error = PeerLostError(f"could not send {work.name} to comm process {self.pid}: {exc}")
                 threading.Thread(target=self._on_error, args=(error,), name="comm-abort", daemon=True).start()
         return True
+
+    def _refuse(self, work: CommWork) -> None:
+        """End a work for which `_start` has returned False."""
+        why = "the comm process of this generation was aborted" if self._ended else "the group was configured anew"
+        self._end(work, StaleGenerationError(f"{work.name}: {why}"))
 
     def _introduce(self, work: CommWork) -> None:
         """Let the process map new slabs and unmap discarded ones."""

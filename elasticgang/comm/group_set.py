@@ -49,6 +49,7 @@ class Configuration:
         self.has_died = False  # the process died by itself, before or during `connect`
         self.is_connected = False  # `connect` has returned
         self._on_stuck = on_stuck
+        self._number: int | None = None  # of the groups that `connect` has made, in the process (COMM-8)
         self._is_left = False
         self._has_error = threading.Event()
         self._lock = threading.Lock()
@@ -64,7 +65,7 @@ class Configuration:
     def connect(self, prefix: str, groups: Sequence[GroupSpec], **options: Any) -> None:
         """Make the groups (see `CommProcess.configure`). Raises GangError; the configuration has then ended."""
         with self._ending():
-            self.comm.configure(prefix, groups, self.fail_weakly, **options)
+            self._number = self.comm.configure(prefix, groups, self.fail_weakly, **options)
         self.is_connected = True
 
     def add(self, prefix: str, group: GroupSpec, **options: Any) -> None:
@@ -84,7 +85,7 @@ class Configuration:
     def start(self, group: str, collective: Collective, timeout: float | None = None) -> CommWork:
         """Start a checked collective. `timeout`: seconds, if the collective has none; None for the configuration's. A
         timeout ends the configuration."""
-        return self.comm.submit(group, collective, timeout, self.fail_weakly)
+        return self.comm.submit(group, collective, timeout, self.fail_weakly, self._number)
 
     def kill(self, error: GangError, *, halt: bool = False) -> None:
         """End the configuration: store `error` and kill the process, which peers notice at once. Never blocks; `fail`

@@ -55,7 +55,6 @@ from elasticgang.errors import (
     CollectiveTimeoutError,
     GangError,
     NotSupportedError,
-    StaleGenerationError,
 )
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.torch_private import storage_key
@@ -93,6 +92,7 @@ class NCCLCommProcess(CommProcess):
         collective: Collective,
         timeout: float | None = None,
         fail: Callable[[GangError], None] | None = None,
+        number: int | None = None,
     ) -> DeviceWork:
         """See `CommProcess.submit`. On the device, the collective follows the operations of the current stream."""
         call, kind, outputs = collective.call, TABLE[collective.call], collective.outputs
@@ -111,8 +111,8 @@ class NCCLCommProcess(CommProcess):
         described = [staged_tensor.described for staged_tensor in staged_tensors]
         said = encoded(group, collective, timeout, described)
         body = json.dumps([said, self._cuda.key(stream), began.id]).encode()
-        if not self._start(work, body, group):
-            self._end(work, StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
+        if not self._start(work, body, group, number):
+            self._refuse(work)
         return work
 
     # -- memory and events

@@ -20,6 +20,7 @@ import torch
 from elasticgang.collectives.collective import Collective
 from elasticgang.comm.arena import Arena, Block
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
+from elasticgang.comm.group_set import GroupSet
 from elasticgang.comm.staging import Staging
 from elasticgang.comm.work import CommWork
 from elasticgang.errors import (
@@ -307,6 +308,55 @@ def test_groups_are_not_closed_in_order_while_a_work_is_under_way(worlds: Worlds
     start_sum(world.comms[0], torch.ones(3))
     with pytest.raises(GangError, match="1 works are under way"):
         world.comms[0].close_groups(1.0)
+
+
+# COMM-8
+def test_a_work_of_a_configuration_that_was_closed_is_not_sent(worlds: Worlds) -> None:
+    comm = worlds(1).comms[0]
+    errors: list[GangError] = []
+    specs = [GroupSpec("all", 0, 1)]
+
+    def refused(former: int) -> None:
+        tensor = torch.ones(3)
+        work = comm.submit("all", Collective("all_reduce", (tensor,), (tensor,)), number=former)
+        with pytest.raises(StaleGenerationError, match="configured anew"):
+            work.wait(GUARD_S)
+
+    former = comm.configure("former", specs, errors.append)
+    comm.close_groups(GUARD_S)
+    refused(former)
+    present = comm.configure("present", specs, errors.append)
+    refused(former)
+    tensor = torch.ones(3)
+    comm.submit("all", Collective("all_reduce", (tensor,), (tensor,)), number=present).wait(GUARD_S)
+    assert not errors
+
+
+# GROUPS-5
+def test_a_configuration_that_was_left_starts_nothing_in_the_process_that_it_had(
+    forkserver: ForkServer, store: str
+) -> None:
+    def launch() -> Future[CommProcess]:
+        started: Future[CommProcess] = Future()
+        comm = CommProcess(forkserver, Arena(), store=store, host="127.0.0.1", timeout=30.0, group=0)
+        comm.wait_ready()
+        started.set_result(comm)
+        return started
+
+    groups = GroupSet(launch)
+    tensor = torch.ones(3)
+    collective = Collective("all_reduce", (tensor,), (tensor,))
+    former = groups.open(GUARD_S)
+    former.connect("left/former", [GroupSpec("all", 0, 1)])
+    groups.leave()
+    present = groups.open(GUARD_S)
+    assert present.comm is former.comm
+    present.connect("left/present", [GroupSpec("all", 0, 1)])
+    with pytest.raises(StaleGenerationError):
+        former.start("all", collective).wait()
+    assert present.start("all", collective).wait()
+    assert present.error is None
+    groups.close()
 
 
 def test_a_process_that_dies_while_it_starts_is_noticed(forkserver: ForkServer, store: str) -> None:
