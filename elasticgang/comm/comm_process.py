@@ -400,7 +400,7 @@ class CommProcess:
 
     def _refuse(self, work: CommWork) -> None:
         """End a work for which `_start` has returned False."""
-        why = "the comm process of this generation was aborted" if self._ended else "the group was configured anew"
+        why = f"the process group has ended: {self._abort_error}" if self._ended else "the group was configured anew"
         self._end(work, StaleGenerationError(f"{work.name}: {why}"))
 
     def _introduce(self, work: CommWork) -> None:
@@ -560,7 +560,8 @@ class CommProcess:
         except OSError as exc:
             with self._lock:
                 self._has_died = self._has_died or not self._ended
-            raise PeerLostError(f"comm process {self.pid} is gone") from exc
+            cause = "" if self._abort_error is None else f": {self._abort_error}"
+            raise PeerLostError(f"comm process {self.pid} is gone{cause}") from exc
 
     def _reply(self, key: str, timeout: float, what: str, margin: float = 0.0) -> None:
         """`timeout`: seconds that the process has for it. `margin`: how much later it may say that it failed."""
@@ -656,6 +657,7 @@ class CommProcess:
         with self._replied:
             unexpected, self._ended = not self._ended, True
             self._has_died = self._has_died or unexpected
+            self._abort_error = self._abort_error or error
             self._replied.notify_all()
         if unexpected:
             self._on_error(error)
@@ -663,7 +665,7 @@ class CommProcess:
             block := self.block
         ) is not None:  # the hang detector reads the block, and the caller of `kill` may not wait
             block.clear()
-        error = self._abort_error or error
+        error = self._abort_error
         self._on_death(error)
         with self._lock:
             works, self._works = self._works, {}  # COMM-3

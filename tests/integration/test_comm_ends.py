@@ -226,8 +226,10 @@ def test_a_death_without_any_work_is_told_too(worlds: Worlds) -> None:
     world = worlds(2)
     kill(world.comms[0])
     wait_until(lambda: world.errors[0], "the error", AT_ONCE_S)
-    with pytest.raises(StaleGenerationError):
+    with pytest.raises(StaleGenerationError, match=r"all_reduce: .* comm process \d+ died"):
         start_sum(world.comms[0], torch.ones(1)).wait(0.0)
+    with pytest.raises(PeerLostError, match=r"comm process \d+ died"):
+        world.comms[0].add_group("late", GroupSpec("late", 0, 1))
 
 
 def test_a_work_that_is_never_matched_ends_by_the_callers_deadline_and_goes_on(worlds: Worlds) -> None:
