@@ -13,7 +13,6 @@ ELASTIC-4  Barriers and object collectives have their tensors on the gang's devi
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from elasticgang.gang import compiled, torch_registry
 from elasticgang.gang.bans import Bans
 from elasticgang.gang.base import CheckedGang, check_objects
 from elasticgang.gang.fake import simulate
+from elasticgang.gang.objects import broadcast_pickled
 from elasticgang.gang.torch_process_group import GangProcessGroup
 
 
@@ -232,20 +232,8 @@ class ElasticGang(CheckedGang):
         binding = self._require_bound("broadcast_objects")
         check_objects(objects)
         source_rank = self._check_rank("source_rank", source_rank)
-        if binding.group is None:
-            return
-        data = pickle.dumps(objects) if binding.rank == source_rank else b""
-        size = torch.tensor([len(data)], device=self._device)
-        self._perform(Collective("broadcast", (size,), (size,), peer=source_rank))
-        payload = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8).to(self._device)
-        self._perform(Collective("broadcast", (payload,), (payload,), peer=source_rank))
-        received = pickle.loads(payload.cpu().numpy().tobytes())
-        if len(received) != len(objects):
-            raise ValueError(
-                f"`objects` must have as many items as on rank {source_rank} ({len(received)}), but has "
-                f"{len(objects)} instead."
-            )
-        objects[:] = received
+        if binding.group is not None:
+            broadcast_pickled(self, objects, source_rank, self._perform)
 
     def _perform(self, collective: Collective) -> None:
         """Run one collective to its end. Raises StepAborted: the generation has ended."""

@@ -26,6 +26,7 @@ from elasticgang.environment import JOIN, elastic_job
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
 from elasticgang.gang import torch_registry
 from elasticgang.gang.base import CheckedGang, Gang, check_objects, create_one_of
+from elasticgang.gang.objects import broadcast_pickled
 from elasticgang.gang.torch_process_group import GangProcessGroup
 from elasticgang.torch_private import new_group
 
@@ -203,11 +204,8 @@ class ProcessGroupGang(CheckedGang):
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         self._check_open()
         check_objects(objects)
-        self._check_rank("source_rank", source_rank)
-        _translated(
-            "broadcast_objects",
-            lambda: dist.broadcast_object_list(objects, group=self._pg, group_src=source_rank, device=self._device),
-        )
+        source_rank = self._check_rank("source_rank", source_rank)
+        broadcast_pickled(self, objects, source_rank, lambda collective: self._start(collective).wait())
 
     def _check_open(self) -> None:
         owned = isinstance(self._pg, GangProcessGroup)  # its gang needs no default group

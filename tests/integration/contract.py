@@ -232,6 +232,11 @@ def one_to_another(gang: Gang) -> None:
     objects: list[object] = [{"rank": rank}]
     gang.broadcast_objects(objects, 1)
     assert objects == [{"rank": 1}]
+    for source in (0, 1):  # GANGOBJECTS-1
+        objects = ["mine"] * (1 + gang.rank)
+        with pytest.raises(ValueError, match=f"has 1 to {gang.size}, and {gang.rank + 1} on rank"):
+            gang.broadcast_objects(objects, source)
+        assert objects == ["mine"] * (1 + gang.rank)
     assert broadcast_flag(gang, rank == 1, 1)
 
 
