@@ -312,7 +312,8 @@ def _by_all_reduce(c: Collective, rank: int, size: int) -> Composed:
     reduced = replace(c, call="all_reduce", outputs=(total,), inputs=(total,))
     if c.call == "reduce":
         return reduced, (lambda: copy(total, c.outputs[0])) if rank == c.peer else None
-    return reduced, lambda: copy(total.view(size, -1)[rank], c.outputs[0])
+    first = sum(source.numel() for source in c.inputs[:rank]) if len(c.inputs) > 1 else rank * c.outputs[0].numel()
+    return reduced, lambda: copy(total[first : first + c.outputs[0].numel()], c.outputs[0])
 
 
 def _by_sum(c: Collective, rank: int, size: int) -> Composed:

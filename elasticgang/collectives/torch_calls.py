@@ -172,7 +172,8 @@ def reduce_scatter(
     opts: Any = None,
     timeout: Any = None,
 ) -> Call:
-    """One list of inputs for each output; or one list of inputs and one output tensor."""
+    """One list of inputs for each output; or one list of inputs and one output tensor. The inputs may differ in
+    size."""
     outputs = as_list(output_tensors)
     lists: list[Any] = [input_tensors] if isinstance(output_tensors, Tensor) else list(input_tensors)
     check_same_length("output_tensors", outputs, "input_tensors", lists)
@@ -181,7 +182,7 @@ def reduce_scatter(
     for output, inputs in zip(check_writable(outputs), lists, strict=True):
         check_for_each_rank("input_tensors", inputs, size)
         for source in inputs:
-            check_fits("an input tensor", source, output, output.numel())
+            check_fits("an input tensor", source, output, source.numel())
         parts.append(Collective("reduce_scatter", (output,), tuple(inputs), op))
     return Call(tuple(parts), outputs)
 
@@ -359,7 +360,8 @@ def check_place(call: Call, rank: int) -> Call:
     Raises:
         ValueError: the root does not give the tensors that only the root gives, or another rank gives them; a message
             is for its sender; the part that a rank sends to itself has another size than the part that it receives
-            from itself; two outputs share memory.
+            from itself; the part that a rank keeps of a reduce-scatter has another size than its output; two outputs
+            share memory.
     """
     check_distinct([output for part in call.parts for output in part.outputs])
     for part in call.parts:
@@ -375,4 +377,7 @@ def check_place(call: Call, rank: int) -> Call:
         if part.call == "all_to_all":
             kept = part.outputs[rank].numel()
             check_fits("what a rank sends to itself", part.inputs[rank], part.outputs[rank], kept)
+        if part.call == "reduce_scatter":
+            kept = part.outputs[0].numel()
+            check_fits("the input of a rank's own part", part.inputs[rank], part.outputs[0], kept)
     return call

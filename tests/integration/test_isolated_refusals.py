@@ -81,6 +81,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda pg: pg.reduce_scatter([ones(3)], [[ones(3)] * 3], reducing(ReduceScatterOptions)),
         r"each of the 2 ranks, but has 3",
     ),
+    "reduce_scatter: another size": (
+        lambda pg: pg.reduce_scatter([ones(3)], [[ones(4)] * 2], reducing(ReduceScatterOptions)),
+        r"own part must have 3 elements, but has 4",
+    ),
     "reduce_scatter_single: another size": (
         lambda pg: pg._reduce_scatter_base(ones(3), ones(7), reducing(ReduceScatterOptions)),
         r"`input` must have 6 elements, but has 7",

@@ -274,6 +274,16 @@ def test_what_is_scattered_into_is_a_part_of_what_is_reduced(elements: int, ours
         assert ours.each(reduce) == [6.0] * SIZE
 
 
+def test_parts_of_a_reduce_scatter_may_differ_in_size(ours: Ring) -> None:
+    def scatter(rank: int) -> list[float]:
+        inputs = [torch.full((place + 1,), place + 1.0) for place in range(SIZE)]
+        output = torch.empty(rank + 1)
+        ours[rank].reduce_scatter([output], [inputs], reducing(ReduceScatterOptions)).wait()
+        return output.tolist()
+
+    assert ours.each(scatter) == [[(rank + 1.0) * SIZE] * (rank + 1) for rank in range(SIZE)]
+
+
 @pytest.mark.parametrize("elements", [6, BIG])
 @pytest.mark.parametrize("name", ["allgather", "reduce_scatter", "alltoall", "alltoall_base", "gather", "scatter"])
 def test_an_output_that_is_an_input(name: str, elements: int, ours: Ring) -> None:
