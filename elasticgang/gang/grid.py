@@ -8,7 +8,7 @@ GRID-3  Megatron-LM's methods (`create_pg`, `get_pg`, `get_rank_enum`, ...) retu
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ from elasticgang.layout import Axes, Grid
 
 Dims = str | Sequence[str]
 
+_BASE = "base"  # what HyperCommGrid calls the grid itself, among its views
 _OURS = ("root", "pp", "dp", "rdp", "sdp", "tp")
 
 
@@ -56,6 +57,9 @@ class GangGrid:
             known = ", ".join(dist.Backend.backend_list)
             raise LayoutError(f"`backend` must be one of {known}, but is {backend!r} instead.")
         world_size = _world_size_to_be() if world is None else world.size
+        for argument, given in (("shape", shape), ("dim_names", dim_names)):
+            if not isinstance(given, Iterable):
+                raise LayoutError(f"`{argument}` must be a list, but is {given!r} instead.")
         self._grid = Grid(Axes(tuple(shape), tuple(dim_names), rank_offset), world_size)
         self._backend = backend
         self._gangs: dict[str, Gang | None] = {}
@@ -67,12 +71,17 @@ class GangGrid:
         return self._given_root
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self._grid.base.shape
+    def shape(self) -> list[int]:
+        return list(self._grid.base.shape)
 
     @property
-    def dim_names(self) -> tuple[str, ...]:
-        return self._grid.base.dim_names
+    def dim_names(self) -> list[str]:
+        return list(self._grid.base.dim_names)
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of new gangs, as it was given; None for the root's."""
+        return self._backend
 
     @property
     def rank_offset(self) -> int:
@@ -91,15 +100,21 @@ class GangGrid:
         """
         return self._grid.rank_groups(dims, view=view, ordered_as_given=ordered_as_given)
 
+    def _gen_rank_enum(self, dims: Dims) -> list[list[int]]:
+        """`rank_groups` in the order as given: Megatron-LM calls it by this name."""
+        return self.rank_groups(dims, ordered_as_given=True)
+
     def register_view(
         self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] | None = None
     ) -> None:
         """Register a further factorisation of the same ranks. Gangs along `shared_dims` are those of the grid itself.
 
         Raises:
-            LayoutError: the sizes do not multiply to the grid's size, or a shared dim has other groups; the message
-                names it. Nothing is registered.
+            LayoutError: the name is taken, the sizes do not multiply to the grid's size, or a shared dim has other
+                groups; the message names it. Nothing is registered.
         """
+        if name == _BASE:
+            raise LayoutError(f"`name` must be new, but {name!r} is the grid itself.")
         self._grid.register_view(name, shape, dim_names, shared_dims or ())
 
     def create_gang(
@@ -244,10 +259,10 @@ class GangGrid:
 
     def _known_view(self, view: str | None) -> str | None:
         """HyperCommGrid calls the grid itself the view "base", and raises KeyError for an unknown view."""
-        if view == "base" and view not in self._grid.views:
+        if view == _BASE:
             return None
         if view is not None and view not in self._grid.views:
-            known = sorted({"base", *self._grid.views})
+            known = sorted({_BASE, *self._grid.views})
             raise KeyError(f"View {view!r} is not registered. Registered views: {known}")
         return view
 

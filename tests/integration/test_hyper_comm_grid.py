@@ -105,6 +105,20 @@ def test_views_have_the_base_by_name_and_groups_of_their_own() -> None:
     with pytest.raises(ValueError, match="'ep'"):
         made.get_rank_enum("ep")
     made.register_view("plain", [8], ["all"], None)
+    with pytest.raises(ValueError, match="'base' is the grid itself"):
+        made.register_view("base", [8], ["all"])
+    made.destroy()
+
+
+def test_what_callers_read_is_as_theirs() -> None:
+    made = grid([2, 2], ["tp", "dp"])
+    assert (made.shape, made.dim_names, made.backend) == ([2, 2], ["tp", "dp"], None)
+    enumerate_ranks = getattr(made, "_gen_rank_enum")  # noqa: B009  # as Megatron-LM calls it
+    assert enumerate_ranks(["tp"]) == [[0, 1], [2, 3]]
+    assert enumerate_ranks(["tp", "dp"]) == made.rank_groups(["tp", "dp"], ordered_as_given=True)
+    for shape, names in ((4, ["tp"]), ([4], None)):
+        with pytest.raises(ValueError, match="must be a list"):
+            grid(shape, names)
     made.destroy()
 
 
@@ -156,7 +170,7 @@ NUMBERS: dict[str, Callable[[int], Any]] = {"int64": np.int64, "uint8": np.uint8
 def test_every_integer_counts_as_one(kind: str) -> None:
     number = NUMBERS[kind]
     made = grid([number(2), number(2)], ["tp", "dp"], number(3), number(2), 6)
-    assert (made.shape, made.rank_offset) == ((2, 2), 2)
+    assert (made.shape, made.rank_offset) == ([2, 2], 2)
     assert all(type(each) is int for each in (*made.shape, made.rank_offset, made.size))
     assert made.get_rank_enum("dp") == [[2, 4], [3, 5]]
     layout = eg.ParallelLayout(pp=number(2), sdp=number(2), tp=number(1), min_replicas=number(3))
