@@ -165,6 +165,8 @@ class Gang(ABC):
             self._check_length(name, tensors)
             for index, tensor in enumerate(tensors):
                 self._check(f"{name}[{index}]", tensor)
+        for name, tensors in (("output_tensors", output_tensors), ("input_tensors", input_tensors)):
+            for index, tensor in enumerate(tensors):
                 self._check_dtype(f"{name}[{index}]", tensor, input_tensors[0])
         self._check_outputs("output_tensors", output_tensors)
         mine, kept = input_tensors[self.rank], output_tensors[self.rank]
@@ -309,6 +311,9 @@ class Gang(ABC):
         self._check_dtype(name, tensor, part)
 
     def _check_length(self, name: str, tensors: Sequence[Tensor]) -> None:
+        given: object = tensors
+        if not isinstance(given, Sequence):
+            raise ValueError(f"`{name}` must be a list of tensors, but is of {type(given).__name__} instead.")
         if len(tensors) != self.size:
             raise ValueError(
                 f"`{name}` must have one tensor for each of the {self.size} ranks, but has {len(tensors)} instead."

@@ -40,7 +40,10 @@ class FakeGang(CheckedGang):
             raise ValueError(
                 f"`rank` must be an integer of at least 0 and less than `size` ({size}), but is {rank!r} instead."
             )
-        device = torch.device(device)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"`device` must be a device of torch, but is {device!r} instead.") from None
         if device.type == "meta":
             raise ValueError("`device` must not be of type `meta`.")
         self._device, self._rank, self._size = device, own, num_ranks

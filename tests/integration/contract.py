@@ -259,6 +259,8 @@ def refusals(gang: Gang) -> None:
         f"source_rank.*{size}": lambda: gang.broadcast(good, size),
         "source_rank.*-1": lambda: gang.broadcast_objects([1], -1),
         "input_tensor": lambda: gang.reduce_scatter(good, torch.zeros(2 * size + 1)),
+        r"`input_tensors\[0\]` must be a tensor": lambda: gang.all_to_all(outputs, [1] * size),  # type: ignore[list-item]
+        "`output_tensors` must be a list": lambda: gang.all_gather_to_list(None, good),  # type: ignore[arg-type]
         r"input_tensors": lambda: gang.all_to_all(outputs, [good] * (size + 1)),
         "destination_rank": lambda: gang.reduce(good, SUM, size),
         "another rank": lambda: gang.send(good, gang.rank),

@@ -60,6 +60,8 @@ def test_a_device_may_be_given_by_its_name() -> None:
     assert get_default_gangs("meta").device == CPU
     with pytest.raises(ValueError, match="must not be of type `meta`"):
         FakeGang("meta")
+    with pytest.raises(ValueError, match="`device` must be a device of torch, but is 'xyz'"):
+        FakeGang("xyz")
 
 
 def test_an_error_inside_leaves_no_gangs_behind() -> None:
