@@ -103,7 +103,6 @@ _HOMES = {
         "NotSupportedError",
         "OperationalError",
         "PeerLostError",
-        "PipelineParallel",
         "StaleGenerationError",
         "StateLostError",
         "StepAborted",
