@@ -118,8 +118,8 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         self._configuration = object()
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
-        """Configure `pg`, and clear the error. Later failures of works of an earlier configuration are not errors of
-        this one (SWALLOW-1). Raises the errors of `pg.configure`."""
+        """Configure `pg`, and clear the error. Later failures of works of an earlier configuration, or that another
+        thread has started meanwhile, are not errors of this one (SWALLOW-1). Raises the errors of `pg.configure`."""
         with self._lock:
             before, self._configuration = self._configuration, object()
         try:
@@ -131,7 +131,7 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
             self.report_error(error)
             raise
         with self._lock:
-            self._error = None
+            self._error, self._configuration = None, object()
 
     def error(self) -> Exception | None:
         """The first error since `configure`."""

@@ -303,6 +303,21 @@ def test_an_error_of_an_earlier_configuration_is_none_of_this_one(end: str) -> N
     assert pg.error() is ERROR
 
 
+def test_an_error_of_a_collective_that_started_during_configure_is_none_of_the_configuration() -> None:
+    class Late(Faulty):
+        """Another thread starts a collective while it is configured."""
+
+        def configure(self, *args: Any) -> None:
+            begun.append(pg.allreduce([torch.ones(3)], SUM))
+            super().configure(*args)
+
+    begun: list[Any] = []
+    pg = SwallowingProcessGroup(Late(at_start=False))
+    pg.configure("store", "replica", 1, SIZE)
+    begun[0].wait()
+    assert pg.error() is None
+
+
 def test_a_kept_work_does_not_silence_the_next_configuration(rings: Rings) -> None:
     ring = rings(2, make=lambda: SwallowingProcessGroup(ProcessGroupIsolatedGloo(10.0)))
     kept = [ring[0].allreduce([torch.ones(3)], SUM) for _ in range(2)]  # that the peer does not take part in
