@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions  # t
 from torch._guards import TracingContext as _TracingContext
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.dlpack import from_dlpack
 
 _any_c10d: Any = distributed_c10d  # most of it is untyped
 
@@ -200,6 +201,20 @@ def shut_down_loader(batches: Any) -> None:
     """End `batches`, an iterator of torch's `DataLoader`, whose worker was killed. Its `__del__` comes too late where
     an exception refers to it."""
     batches._shutdown_workers()
+
+
+def sends_descriptors() -> bool:
+    """Whether torch sends memory of tensors between processes by descriptors, as it does by default."""
+    return bool(torch.multiprocessing.get_sharing_strategy() == "file_descriptor")  # type: ignore[no-untyped-call]
+
+
+def copy_on_write(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A private copy of `storage`, whose memory another process has sent by a descriptor (`is_shared`). The kernel
+    copies a page when this process first writes to it."""
+    descriptor, num_bytes = storage._share_fd_cpu_()  # the one that it has
+    mapped: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", False, num_bytes)
+    # Torch takes `mapped` for shared, and would send its descriptor, which it has not; the storage by DLPack is none.
+    return from_dlpack(torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped)).untyped_storage()
 
 
 # -- memory

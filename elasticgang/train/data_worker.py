@@ -11,7 +11,8 @@ DATAWORKER-3  The feeding thread owns its torch `DataLoader`. Therefore torch in
     would raise a RuntimeError wherever the main thread is when a worker dies.
 DATAWORKER-4  A feeding thread that reads the rest of a batch looks at no clock. The thread that waits for the batch
     kills a worker that is late by `_LATE_S`, and the end of its connections ends the reading.
-DATAWORKER-5  This process takes no lock that a worker may hold when it is killed.
+DATAWORKER-5  This process takes no lock that a worker may hold when it is killed. Therefore `FetchPool` pins batches:
+    torch's thread that pins them shares a lock with the worker.
 DATAWORKER-6  By default a worker may need half of the job's collective timeout for a slot: the other ranks still wait
     when another worker has fetched it. The first slot of a worker, and the first one from a split, may take `OPEN_S`:
     files are opened then, and modules imported.
@@ -40,7 +41,7 @@ import torch.utils.data
 from torch.utils.data import default_collate
 
 from elasticgang.member.rank_context import inherited
-from elasticgang.torch_private import close_result_writer, pinned, replace_done_event, shut_down_loader
+from elasticgang.torch_private import close_result_writer, replace_done_event, shut_down_loader
 from elasticgang.train.prefetch import Key
 
 _POLL_S = 0.25
@@ -188,8 +189,8 @@ class WorkerLost(Exception):
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """As of torch's `DataLoader`. `timeout`: seconds for one slot. `open_timeout`: for one for which the worker opens
-    something. `context`: as `context_of` returns it."""
+    """As of torch's `DataLoader`. `pin_memory`: for `FetchPool`. `timeout`: seconds for one slot. `open_timeout`: for
+    one for which the worker opens something. `context`: as `context_of` returns it."""
 
     pin_memory: bool
     timeout: float
@@ -297,8 +298,7 @@ class Worker:
                     raise WorkerLost("failed", f"cannot be read ({type(exc).__name__}: {exc})", blamed) from exc
                 continue
             self.in_flight.popleft()
-            # DATAWORKER-5: torch's thread that pins shares a lock with the worker.
-            return fetched._replace(batch=pinned(fetched.batch)) if self._options.pin_memory else fetched
+            return fetched
 
     def kill(self) -> None:
         """What it has in flight is lost, and `receive` raises."""

@@ -1,7 +1,8 @@
 """Worker processes that fetch slots ahead of the step that needs them: what `DataLoader` and `StreamLoader` share.
 
-FETCHPOOL-1  A batch that the script may have changed in place is not handed out a second time: a step that is tried
-    again fetches it anew. One whose tensors are unchanged is used again.
+FETCHPOOL-1  A step that is tried again gets each batch as it came from its worker, whatever the script has done to what
+    it got before: the script gets private copies, which share memory with what came until one of both is written to. A
+    batch of a type that cannot be copied so is fetched anew.
 FETCHPOOL-2  Every wait ends: with the batch, when the step is lost, when the loader is closed or has failed, or when a
     worker has failed at a slot for the third time. A worker that needs longer than `timeout` for a slot is killed and
     replaced.
@@ -11,6 +12,7 @@ FETCHPOOL-3  A batch that was read from another state of its split than the step
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import logging
 import threading
@@ -19,10 +21,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elasticgang.errors import OperationalError
 from elasticgang.member.manager import Step
+from elasticgang.torch_private import copy_on_write, pinned, sends_descriptors, storage_key
 from elasticgang.train.data import Slot
 from elasticgang.train.data_worker import Fetched, Fetcher, Request, Worker, WorkerLost, WorkerOptions
 from elasticgang.train.prefetch import MAX_ATTEMPTS, Key, Prefetch
@@ -47,49 +51,68 @@ def _end_pools() -> None:
 
 
 class _Loaded:
-    """A batch that has come from a worker, and the versions of its tensors."""
+    """A batch that has come from a worker (FETCHPOOL-1). `pins`: the script gets it in pinned memory."""
 
-    def __init__(self, fetched: Fetched) -> None:
-        self.fetched = fetched
-        self._versions: list[tuple[Tensor, int]] | None = None
+    def __init__(self, fetched: Fetched, *, pins: bool = False) -> None:
+        self.fetched, self._pins = fetched, pins
+        self._is_handed_out = False  # itself, and not a copy
+        self._ready = self._copy() if pins else None  # ahead
 
     def hand_out(self) -> Fetched | None:
-        """The batch, in containers of its own. None: it may have been changed since the last time (FETCHPOOL-1)."""
+        """A copy for the script. None: the batch has to be fetched again."""
+        ready, self._ready = self._ready or self._copy(), None
+        return ready
+
+    def _copy(self) -> Fetched | None:
         if self.fetched.error:
             return self.fetched
-        if self._versions is not None and any(tensor._version != version for tensor, version in self._versions):
+        if self._is_handed_out:
             return None
-        tensors: list[Tensor] = []
         try:
-            copied = _copied(self.fetched.batch, tensors)
+            batch = _copied(self.fetched.batch, {}, {})
         except _NotCopiedError:
-            if self._versions is not None:
-                return None
-            copied = self.fetched.batch
-        if self._versions is None:
-            self._versions = [(tensor, tensor._version) for tensor in tensors]
-        return self.fetched._replace(batch=copied)
+            self._is_handed_out, batch = True, self.fetched.batch
+        return self.fetched._replace(batch=pinned(batch) if self._pins else batch)
 
 
 class _NotCopiedError(Exception):
     """An object of unknown type, which the script may change."""
 
 
-def _copied(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` with new containers around the same tensors, which are appended to `tensors`."""
+def _copied(value: Any, storages: dict[int, torch.UntypedStorage], memo: dict[int, Any]) -> Any:
+    """`value` with new containers and tensors. `storages`: copies by the keys of the originals. `memo`: as of
+    `deepcopy`. So tensors that share memory still do."""
     kind = type(value)
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return value
+        return _copied_tensor(value, storages) if _is_sent(value) else copy.deepcopy(value, memo)
     if value is None or kind in (bool, int, float, complex, str, bytes):
         return value
     if kind is dict:
-        return {name: _copied(each, tensors) for name, each in value.items()}
+        return {name: _copied(each, storages, memo) for name, each in value.items()}
     if kind in (list, tuple):
-        return kind(_copied(each, tensors) for each in value)
+        return kind(_copied(each, storages, memo) for each in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*(_copied(each, tensors) for each in value))
+        return kind(*(_copied(each, storages, memo) for each in value))
     raise _NotCopiedError
+
+
+def _is_sent(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor in memory that came by a descriptor, as torch sends it by default."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    if not is_plain or tensor.device.type != "cpu" or not sends_descriptors():
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() > 0 and storage.is_shared()
+
+
+def _copied_tensor(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    storage = tensor.untyped_storage()
+    key = storage_key(storage)
+    if key not in storages:
+        storages[key] = copy_on_write(storage)
+    copied = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    copied.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 class _SlowWarning:
@@ -261,9 +284,10 @@ class FetchPool:
 
     def _arrived(self, fetched: Fetched) -> None:
         if fetched.key is not None:
+            loaded = _Loaded(fetched, pins=self._options.pin_memory)
             with self._changed:
                 if self._is_current(fetched):
-                    self._prefetch.arrived(fetched.key, _Loaded(fetched))
+                    self._prefetch.arrived(fetched.key, loaded)
                 else:
                     self._prefetch.returned([fetched.key])
                 self._changed.notify_all()

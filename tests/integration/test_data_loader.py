@@ -67,6 +67,22 @@ def make(dataset: Noted) -> Iterator[Make]:
         loader.close()
 
 
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """As if there were an accelerator: the tensors that are pinned."""
+    pinned: list[Tensor] = []
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    for name, value in (("is_available", True), ("current_device_index", 0), ("set_device_index", None)):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    return pinned
+
+
 def test_workers_give_the_same_batches_as_none_also_where_they_are_random(make: Make) -> None:
     def batches(num_workers: int) -> list[Tensor]:
         loader = make(num_workers=num_workers)
@@ -124,20 +140,64 @@ def test_after_a_change_of_the_share_only_what_moved_is_fetched(make: Make, data
     assert Counter(index for index, _ in dataset.fetched()) == Counter(wanted)
 
 
+def zero_by_numpy(tensor: Tensor) -> None:
+    tensor.numpy()[:] = 0
+
+
+SPOILS: dict[str, Callable[[Tensor], object]] = {
+    "torch": Tensor.zero_,
+    "numpy": zero_by_numpy,
+    "data": lambda tensor: tensor.data.zero_(),
+}
+
+
 # FETCHPOOL-1
-def test_a_step_that_is_tried_again_gets_the_same_unchanged_batches(make: Make, dataset: Noted) -> None:
-    loader = make(prefetch=0)
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("way", SPOILS)
+def test_a_step_that_is_tried_again_gets_the_batches_as_they_were_fetched(
+    way: str, pin_memory: bool, make: Make, dataset: Noted, pins: list[Tensor]
+) -> None:
+    loader = make(prefetch=0, pin_memory=pin_memory)
     first = []
-    for number, (_, batch) in enumerate(loader.slots(step(0))):
+    for _, batch in loader.slots(step(0)):
         first.append(batch["noise"].clone())
         batch["more"] = 1
-        if number == 1:
-            batch["noise"].zero_()
-    assert len(dataset.fetched()) == SIZE
+        SPOILS[way](batch["noise"])
+        assert not batch["noise"].any()
     again = [batch for _, batch in loader.slots(step(0))]
     assert all(torch.equal(batch["noise"], noise) for batch, noise in zip(again, first, strict=True))
     assert not any("more" in batch for batch in again)
-    assert len(dataset.fetched()) == SIZE + SLOT, "only the changed slot is fetched again"
+    assert len(dataset.fetched()) == SIZE, "no slot is fetched again"
+    assert bool(pins) == pin_memory
+
+
+def whole_and_part(samples: list[dict[str, Any]]) -> tuple[Tensor, Tensor, Tensor]:
+    """A tensor, a view of it, and an empty one."""
+    whole = torch.stack([sample["noise"] for sample in samples]).requires_grad_()
+    return whole, whole.detach().t()[1:], torch.empty(0)
+
+
+# FETCHPOOL-1
+@pytest.mark.parametrize("sharing", ["file_descriptor", "file_system"])
+def test_tensors_of_a_batch_that_share_memory_do_so_in_each_copy(sharing: str, make: Make) -> None:
+    strategies = cast(Any, torch.multiprocessing)
+    former = strategies.get_sharing_strategy()
+    strategies.set_sharing_strategy(sharing)
+    try:
+        loader = make(num_workers=1, prefetch=0, collate_fn=whole_and_part)
+        seen = []
+        for _ in range(2):
+            (_, (whole, part, empty)), *_ = loader.slots(step(0))
+            assert whole.requires_grad
+            assert torch.equal(part, whole.detach().t()[1:])
+            assert empty.shape == (0,)
+            seen.append(whole.tolist())
+            part.fill_(-1)
+            assert whole[0, 1] == -1
+            assert not whole.is_shared(), "the script may send it to other processes"
+        assert seen[0] == seen[1]
+    finally:
+        strategies.set_sharing_strategy(former)
 
 
 def test_a_batch_of_an_unknown_kind_is_fetched_again(make: Make, dataset: Noted) -> None:
@@ -189,22 +249,6 @@ def cut_a_message(number: int) -> None:
         send(connection, data)
 
     Connection._send_bytes = cut  # type: ignore[attr-defined]
-
-
-@pytest.fixture
-def pins(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """As if there were an accelerator: the tensors that are pinned."""
-    pinned: list[Tensor] = []
-
-    def pin_memory(tensor: Tensor) -> Tensor:
-        pinned.append(tensor)
-        return tensor.clone()
-
-    for name, value in (("is_available", True), ("current_device_index", 0), ("set_device_index", None)):
-        monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
-    return pinned
 
 
 def test_batches_of_workers_are_pinned(make: Make, pins: list[Tensor]) -> None:
