@@ -12,6 +12,8 @@ LOADER-6  What a registered object has of a DTensor is read as the DTensor that 
     of its state. Where ranks hold parts of the model, an object that has none there is refused.
 LOADER-7  A buffer that is a plain tensor takes the shape and dtype that it was saved with, also where this job's model
     has None: forward may have replaced it (BUFFERS-2).
+LOADER-8  A checkpoint without the positions of samples, as versions before POSITION-1 wrote it, is loaded all the same:
+    its steps were all of one size.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.protocol.coverage import Coverage
+from elasticgang.protocol.sample_positions import NAME as POSITIONS
 from elasticgang.state.registered_state import is_extra_state
 from elasticgang.state.serialization import unflatten
 from elasticgang.torch_private import like_dtensor
@@ -66,7 +69,7 @@ def state_of(reader: BlockReader, state: dict[str, Any], seated: Seated) -> tupl
         lacking = _lacking_buffers(reader, saved, state) if has_all else {}
         present = _check_model(reader, saved.tensors - lacking.keys(), state, seated, has_all=has_all)
         _check_names("optimizer", set(saved.optimizers), set(state["optimizers"]), has_all=has_all)
-        present_others = _without_unsaved_extra(set(saved.others), state["others"])
+        present_others = _without_unsaved(set(saved.others), state["others"])
         _check_names("registered object", set(saved.others), present_others, has_all=has_all)
         read = {kind: _read_like(reader, state[kind], seated) for kind in ("parameters", "buffers")}
         for name, (owner, key) in lacking.items():
@@ -113,13 +116,15 @@ def _check_names(what: str, saved: set[str], present: set[str], *, has_all: bool
         raise ModelMismatch(f"it has no {what} {missing[0]!r}, and this job has one")
 
 
-def _without_unsaved_extra(saved: set[str], present: Iterable[str]) -> set[str]:
-    """LOADER-4. The names of registered objects without the extra state of modules, if `saved` has none of any."""
+def _without_unsaved(saved: set[str], present: Iterable[str]) -> set[str]:
+    """LOADER-4, LOADER-8. The names of registered objects, of the extra state of modules only if `saved` has some of
+    any."""
+    present = set(present) - ({POSITIONS} - saved)
     extra = {name for name in present if is_extra_state(name)}
     if extra and not any(map(is_extra_state, saved)):
         log.warning("the checkpoint has no extra state of modules, so that they keep what they have: %s", min(extra))
-        return set(present) - extra
-    return set(present)
+        return present - extra
+    return present
 
 
 class Whole:

@@ -32,6 +32,7 @@ from elasticgang.protocol.coverage import Coverage
 from elasticgang.protocol.member_instructions import Do, Instruction
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.record import FormerState, Seat
+from elasticgang.protocol.sample_positions import NAME, SamplePositions
 from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
@@ -42,7 +43,7 @@ _NUM_SAVES = 2  # numbers of a vote that are of checkpoints
 
 class MemberDriver:
     """`seat_state`: what `QuorumManager.build` makes, if anything; `checkpoints`: of `QuorumManager.checkpoints`;
-    `mover`: if the job has fallback layouts.
+    `mover`: if the job has fallback layouts; `samples`: how far the job has come in its data.
     `apply`, `prepare`, `measure`: as `commit` has them."""
 
     def __init__(self, rendezvous: Rendezvous, state_server: StateServer, device: torch.device) -> None:
@@ -51,6 +52,8 @@ class MemberDriver:
         self.seat_state: SeatState | None = None
         self.checkpoints: Checkpoints | None = None
         self.mover: Mover | None = None
+        self.samples = SamplePositions()
+        state_server.register(None, **{NAME: self.samples})
         self._seat_reducers: list[Reducer] = []
         self._model: str | None = None
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
@@ -197,6 +200,8 @@ class MemberDriver:
                 with self._page.paused(), state_server.exclusive():
                     is_loaded = self.checkpoints.load(ref, self.lifecycle.state)
                 self._loaded = (ref.attempt, self.checkpoints.coverage) if is_loaded else None
+                if is_loaded:
+                    self.samples.resume(ref.attempt.step)  # POSITION-2
                 return is_loaded
             case do.Poison(error):
                 rendezvous.poison(error)

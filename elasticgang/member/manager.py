@@ -31,6 +31,7 @@ from elasticgang.member.seat_state import BuildFunction, NameFunction, SeatState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_lifecycle import Next
 from elasticgang.protocol.record import Record
+from elasticgang.protocol.sample_positions import BatchShape
 
 log = logging.getLogger("elasticgang")
 
@@ -61,6 +62,11 @@ class Step:
         self._manager._rendezvous.page.beat()
         if self._manager.poisoned:
             raise StepAborted(f"step {self.index} is lost: {self._manager.error}")
+
+    def take_samples(self, shape: BatchShape) -> int:
+        """The position of this step's first sample in the order of a global batch (POSITION-1). `GlobalBatch` calls it.
+        Raises as `SamplePositions.take`."""
+        return self._manager._driver.samples.take(self.index, shape)
 
     def divide(self, num_slots: int) -> tuple[Sequence[int], Sequence[int]] | None:
         """The numbers of this rank's slots of `num_slots`: those that it computes, and those whose gradients it has

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from elasticgang.member.manager import Step
 from elasticgang.protocol.member_state import Share
+from elasticgang.protocol.sample_positions import BatchShape
 from elasticgang.train.partition import likely_parts, pass_ranges, slots_of
 
 Sampler = Callable[[int, int], Tensor | Sequence[int]]
@@ -92,6 +93,9 @@ class GlobalBatch:
     Each pass over the data has its own order and contains each sample exactly once. If `size` does not divide
     `num_samples`, a batch can contain the tail of one pass and the head of the next. With a `sampler`, each step has
     the samples that the sampler returns for it.
+
+    A job that goes on at a checkpoint may have another `size`: its samples follow those that were taken. It must have
+    the same `num_samples`, or another `seed`, with which the samples count as other data.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class GlobalBatch:
         check_sizes(num_samples=num_samples, size=size, slot=slot)
         self.num_samples, self.size, self.slot, self.seed = num_samples, size, slot, seed
         self._sampler, self._is_tried = sampler, False
+        self._start = (0, 0)  # a step, and the position of its first sample
         self._order = lru_cache(maxsize=2)(self._order_of)
         self._sampled = lru_cache(maxsize=8)(self._sampled_of)
 
@@ -116,13 +121,16 @@ class GlobalBatch:
         return self.size // self.slot
 
     def slots(self, step: Step) -> Slots:
-        """This rank's share of `step`. It depends only on the seed, the step's index and the rank's share, and on the
-        slots that ranks keep (`Slots.kept`).
+        """This rank's share of `step`. It depends only on the seed, the step's index and the rank's share, on the slots
+        that ranks keep (`Slots.kept`), and on the sizes of earlier batches.
 
         Raises:
+            ValueError: as `share`; or the job goes on at a checkpoint of another `num_samples`.
             GangError: ranks may keep slots, and the generation has ended before they agreed which; `with step` catches
                 it.
         """
+        shape = BatchShape(self.num_samples, self.size, self.slot, self.seed, self._sampler is not None)
+        self._start = step.index, step.take_samples(shape)
         own = step.divide(self.num_slots)
         if own is None:
             return Slots(self.share(step.index, step.share), step)
@@ -134,7 +142,8 @@ class GlobalBatch:
         )
 
     def share(self, step_index: int, share: Share | None) -> Slots:
-        """The slots of the part `share` of step `step_index`; empty for None.
+        """The slots of the part `share` of step `step_index`; empty for None. Steps are taken to be all of this size,
+        beside those before the last one that `slots` was called for.
 
         Raises:
             ValueError: the ranks of an sdp gang would have different numbers of slots; or the sampler has returned
@@ -164,7 +173,8 @@ class GlobalBatch:
     def _samples(self, step_index: int, first: int, count: int) -> Tensor:
         if self._sampler is not None:
             return self._sampled(step_index)[first : first + count].clone()
-        first += step_index * self.size
+        of_step, position = self._start
+        first += position + (step_index - of_step) * self.size
         return torch.cat(
             [self._order(run.pass_index)[run.start : run.stop] for run in pass_ranges(first, count, self.num_samples)]
         )

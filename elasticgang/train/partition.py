@@ -1,8 +1,9 @@
 """Partition of a batch: the samples of a step, and the slots of each rank.
 
-Pure. A position counts samples from the start of training: step `s` takes the positions `[s*size, (s+1)*size)`. Pass
-`p` over the data consists of the positions `[p*n, (p+1)*n)`, in its own order. So a pass omits and repeats no sample:
-where `size` does not divide `n`, the tail of a pass and the head of the next share a batch.
+Pure. A position counts samples from the start of training: with one `size` throughout, step `s` takes the positions
+`[s*size, (s+1)*size)`. Pass `p` over the data consists of the positions `[p*n, (p+1)*n)`, in its own order. So a pass
+omits and repeats no sample: where `size` does not divide `n`, the tail of a pass and the head of the next share a
+batch.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ of ranks, it ends in the bits of a run alone.
 of each committed step to `steps-PID`, and writes `done-LOCAL_RANK` with the digest of its parameters. It waits in the
 step that stands in the file `hold`, while that is there. With APART in the environment, each rank has a directory of
 checkpoints of its own. With DIE_IN_LAST, the first rank that has copied its share of the final state is killed. With
-AWAIT_SAVES, no step ends while a save is under way, so that none is left out.
+AWAIT_SAVES, no step ends while a save is under way, so that none is left out. SIZE and SAMPLES: of the global batch. It
+appends the samples of its slots of committed steps to `samples-PID`.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def main() -> None:
         testing.fail_at("checkpoint_copied", die_once)
     model = eg.DistributedDataParallel(manager, Counter(int(os.environ.get("WIDTH", "64"))))
     optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5))
-    batches, seen = eg.GlobalBatch(NUM_SAMPLES, size=8, slot=2, seed=5), Seen()
+    num_samples, size = int(os.environ.get("SAMPLES", NUM_SAMPLES)), int(os.environ.get("SIZE", 8))
+    batches, seen = eg.GlobalBatch(num_samples, size=size, slot=2, seed=5), Seen()
     manager.register_state(model=model, optim=optim, seen=seen)
     own = here / f"checkpoints-{os.environ.get('LOCAL_RANK', '0')}" if os.environ.get("APART") else None
     if every.endswith("s"):
@@ -117,6 +119,8 @@ def main() -> None:
             if optim.step(weight=slots.num_samples):
                 with open(here / f"steps-{os.getpid()}", "a") as file:
                     file.write(f"{step.index}\n")
+                with open(here / f"samples-{os.getpid()}", "a") as file:
+                    file.writelines(f"{each}\n" for place in range(len(slots)) for each in slots[place].index.tolist())
     digest = hashlib.sha256()
     for tensor in model.module.state_dict().values():
         digest.update(tensor.numpy().tobytes())

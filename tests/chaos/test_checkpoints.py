@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.locations import storage_at
+from elasticgang.train.data import GlobalBatch
 from elasticgang.watch.summary import Summary
 from tests.support import REPOSITORY, Job, kill, wait_until
 
@@ -40,6 +42,8 @@ def job(
     die_in_last: str = "",
     location: str = "",
     await_saves: str = "",
+    size: str = "8",
+    num_samples: str = "37",
 ) -> Iterator[Job]:
     here = directory / name
     here.mkdir(exist_ok=True)
@@ -57,6 +61,8 @@ def job(
             "APART": apart,
             "DIE_IN_LAST": die_in_last,
             "AWAIT_SAVES": await_saves,
+            "SIZE": size,
+            "SAMPLES": num_samples,
         },
     ) as running:
         yield running
@@ -231,6 +237,26 @@ def test_a_job_with_a_checkpoint_of_another_model_ends_with_the_first_difference
     with job(tmp_path, "second", 1, width="65") as running:
         assert running.wait() == 1
         assert "padding is [64, 256] in it, but [65, 256] in this job" in running.stderr
+    assert newest(tmp_path) == EVERY
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_job_that_goes_on_with_another_size_takes_the_samples_that_follow(tmp_path: Path, size: int) -> None:
+    with job(tmp_path, "first", 1, steps=EVERY) as running:
+        assert running.wait() == 0, running.stderr
+    with job(tmp_path, "second", 2, steps=EVERY + 48 // size, size=str(size)) as running:
+        assert running.wait() == 0, running.stderr
+    taken = Counter(int(line) for path in tmp_path.glob("samples-*") for line in path.read_text().split())
+    alike = GlobalBatch(37, size=8, slot=2, seed=5)
+    assert taken == Counter(int(sample) for step in range(EVERY + 48 // 8) for sample in alike.samples(step))
+
+
+def test_a_job_does_not_go_on_with_another_number_of_samples(tmp_path: Path) -> None:
+    with job(tmp_path, "first", 1, steps=EVERY) as running:
+        assert running.wait() == 0, running.stderr
+    with job(tmp_path, "second", 1, num_samples="36") as running:
+        assert running.wait() == 1
+        assert "`num_samples` must be 37, as in the job that this one continues, but is 36 instead" in running.stderr
     assert newest(tmp_path) == EVERY
 
 

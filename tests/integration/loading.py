@@ -20,6 +20,7 @@ import elasticgang as eg
 from elasticgang.errors import StepAborted
 from elasticgang.member.manager import Step
 from elasticgang.protocol.member_state import Share
+from elasticgang.protocol.sample_positions import BatchShape
 
 NUM_SAMPLES, SIZE, SLOT = 24, 8, 2
 
@@ -94,6 +95,9 @@ class OneStep:
 
     def divide(self, num_slots: int) -> None:
         """Nobody keeps slots."""
+
+    def take_samples(self, shape: BatchShape) -> int:
+        return self.index * shape.size
 
     def end_slot(self) -> None:
         pass

@@ -27,6 +27,7 @@ from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import MANIFEST
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.sample_positions import NAME, BatchShape, SamplePositions
 from tests.integration.saving import Model, Rank, same
 from tests.support import REPOSITORY
 
@@ -138,6 +139,14 @@ def replace_optimizer(content: dict[str, Any], entries: Any) -> None:
 def replace_others(content: dict[str, Any], entries: Any) -> None:
     for objects in content["objects"].values():
         objects["others"] = {"dict": entries}
+
+
+# LOADER-8
+def test_a_checkpoint_without_the_positions_of_samples_is_loaded(saved: Path) -> None:
+    rank, positions = Rank(saved), SamplePositions()
+    rank.server.register(None, **{NAME: positions})
+    assert rank.load(20)
+    assert positions.take(20, BatchShape(64, 8, 2, 0, is_sampled=False)) == 160
 
 
 def add_empty_tensor(content: dict[str, Any]) -> None:

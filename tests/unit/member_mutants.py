@@ -1,6 +1,6 @@
 """Rules of members that are not ours, each with the unit test that shows what it breaks.
 
-They are about checkpoints, the state that moves, rendezvous keys, routes of sums.
+They are about checkpoints, the state that moves, rendezvous keys, routes of sums, positions of samples.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, CheckpointRef, Record, Seat
 from elasticgang.protocol.rendezvous_keys import Key, KeyExchange
+from elasticgang.protocol.sample_positions import BatchShape, SamplePositions
 from elasticgang.protocol.sum_route import SumRoute
 from tests.unit import (
     test_member_checkpoints,
@@ -31,6 +32,7 @@ from tests.unit import (
     test_recovery,
     test_rendezvous_keys,
     test_reshape,
+    test_sample_positions,
     test_sum_route,
 )
 from tests.unit.patches import always, with_monkeypatch
@@ -53,6 +55,10 @@ def _own_host_is_left_out(record: Record, rank: int) -> SumRoute:
 def _shared_by_host(record: Record, rank: int) -> SumRoute:
     seats = tuple(seat._replace(agent=seat.host) for seat in record.seats)
     return _sum_route(replace(record, seats=seats, agents=tuple(dict.fromkeys(seat.agent for seat in seats))), rank)
+
+
+def _as_one_size(self: SamplePositions, step: int, shape: BatchShape) -> int:
+    return step * shape.size
 
 
 def _saves_without_rounds(self: MemberLifecycle) -> Routine[None]:
@@ -184,5 +190,13 @@ MEMBER_MUTANTS = {
     ),
     "agents of one host share memory": UnitMutant(
         ((sum_route, "sum_route", _shared_by_host),), test_sum_route.test_two_agents_of_one_host_share_no_memory
+    ),
+    "all steps take the same number of samples": UnitMutant(
+        ((SamplePositions, "take", _as_one_size),),
+        lambda: test_sample_positions.test_a_job_that_is_resumed_with_another_size_goes_on_where_the_samples_were(8),
+    ),
+    "any number of samples goes on": UnitMutant(
+        ((SamplePositions, "_check_resumed", always(None)),),
+        test_sample_positions.test_a_job_is_not_resumed_with_another_number_of_samples_of_one_seed,
     ),
 }

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from elasticgang.errors import StepAborted
 from elasticgang.member.manager import Step
 from elasticgang.protocol.member_state import Share
+from elasticgang.protocol.sample_positions import BatchShape
 from elasticgang.train.data import GlobalBatch, Slot, Slots
 
 SIZES = st.tuples(st.integers(1, 90), st.integers(1, 8), st.integers(1, 5))  # samples, slots in a batch, slot
@@ -45,6 +46,9 @@ class FakeStep:
 
     def divide(self, num_slots: int) -> None:
         """Nobody keeps slots."""
+
+    def take_samples(self, shape: BatchShape) -> int:
+        return self.index * shape.size
 
     def end_slot(self) -> None:
         pass
@@ -195,10 +199,11 @@ def test_a_bad_size_is_refused_with_what_was_given(arguments: dict[str, int], co
     assert str(refused.value) == complaint
 
 
-def test_a_step_is_asked_for_nothing_but_its_index_its_share_and_what_is_kept() -> None:
+def test_a_step_is_asked_for_nothing_but_its_index_its_place_its_share_and_what_is_kept() -> None:
     """Purity: neither the generation nor anything else of a step decides."""
     batches = GlobalBatch(50, size=8, slot=2)
     fields = {"check": lambda: None, "divide": lambda num_slots: None, "end_slot": lambda: None}
+    fields["take_samples"] = lambda shape: 7 * shape.size
     bare = cast(Step, SimpleNamespace(index=7, share=Share(1, 2), **fields))
     assert [slot.index.tolist() for slot in batches.slots(bare)] == [
         slot.index.tolist() for slot in batches.share(7, Share(1, 2))

@@ -160,6 +160,8 @@ RULES = {
         "what is lost stays lost out of office",
     ),
     "PERSIST": ("pushed before it is written",),
+    "POSITION-1": ("all steps take the same number of samples",),
+    "POSITION-2": ("any number of samples goes on",),
     "PRESENT": ("absent agents are not waited for",),
     "PROMISE": ("a promise is not told", "an agent accepts earlier terms"),
     "FORM-DIGEST": ("a digest covers no order",),

@@ -1,0 +1,80 @@
+"""How far a job has come in its data, also where it goes on with another size of the global batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticgang.protocol.sample_positions import MAX_ORDERS, BatchShape, SamplePositions
+
+
+def shape(num_samples: int = 64, size: int = 16, seed: int = 0, *, is_sampled: bool = False) -> BatchShape:
+    return BatchShape(num_samples, size, 2, seed, is_sampled)
+
+
+def resumed(of: SamplePositions, step: int) -> SamplePositions:
+    """That of a job that goes on at the checkpoint before `step`."""
+    positions = SamplePositions()
+    positions.load_state_dict(of.state_dict())
+    positions.resume(step)
+    return positions
+
+
+def trained(steps: int, *shapes: BatchShape) -> SamplePositions:
+    positions = SamplePositions()
+    for step in range(steps):
+        for each in shapes:
+            positions.take(step, each)
+    return positions
+
+
+# POSITION-1
+@pytest.mark.parametrize("size", [8, 16, 48])
+def test_a_job_that_is_resumed_with_another_size_goes_on_where_the_samples_were(size: int) -> None:
+    positions = resumed(trained(3, shape()), 3)
+    firsts = [positions.take(step, shape(size=size)) for step in (3, 3, 4, 5)]  # a step is tried again
+    assert firsts == [48, 48, 48 + size, 48 + 2 * size]
+
+
+# POSITION-2
+def test_a_job_is_not_resumed_with_another_number_of_samples_of_one_seed() -> None:
+    positions = resumed(trained(3, shape()), 3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="must be 64, as in the job that this one continues, but is 80 instead"):
+            positions.take(3, shape(80))
+    assert positions.take(3, shape(80, seed=1)) == 3 * 16
+
+
+def test_other_data_may_follow_in_a_job_that_goes_on() -> None:
+    """Also in one that was resumed before, and where the first step with it is tried again."""
+    positions = resumed(trained(3, shape()), 3)
+    positions.take(3, shape())
+    positions.load_state_dict(positions.state_dict())
+    assert [positions.take(4, shape(80)) for _ in range(2)] == [4 * 16] * 2
+
+
+def test_batches_of_two_orders_in_a_step_have_positions_of_their_own() -> None:
+    both = shape(64, 16), shape(80, 8)
+    positions = resumed(trained(3, *both), 3)
+    assert [positions.take(3, each) for each in both] == [48, 24]
+
+
+def test_two_batches_of_one_order_in_a_step_begin_at_the_same_sample() -> None:
+    positions = trained(3, shape(), shape())
+    assert [positions.take(3, shape()) for _ in range(2)] == [48, 48]
+
+
+def test_what_a_sampler_chooses_has_no_position() -> None:
+    positions = trained(3, shape(is_sampled=True))
+    assert positions.state_dict() == SamplePositions().state_dict()
+    assert positions.take(3, shape(size=8, is_sampled=True)) == 24
+
+
+def test_a_job_without_positions_goes_on_as_one_of_one_size() -> None:
+    assert resumed(SamplePositions(), 3).take(3, shape()) == 48
+
+
+def test_the_positions_of_few_orders_are_kept() -> None:
+    positions = trained(2 * MAX_ORDERS)
+    for step in range(2 * MAX_ORDERS):
+        positions.take(step, shape(seed=step))
+    assert len(positions.state_dict()["taken"]) == MAX_ORDERS
