@@ -5,6 +5,8 @@ DRIVER-1  The reduction of the gradients is finished once it has passed on the s
     its part of the sum. The rank waits for that point of the stream alone; the device divides and clips the gradients
     while the vote is under way.
 DRIVER-2  A reduction that has passed counts only if its process groups have no error afterwards (DATA-5).
+DRIVER-3  A number that stands for the global batches of the step is summed with the totals. If ranks take samples of
+    different ones, each of them finds that before it prepares, and raises an error. Learners add zeros: they take none.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from elasticgang.errors import GangError, LayoutError, StateLostError
+from elasticgang.errors import GangError, InvalidOperationError, LayoutError, StateLostError
 from elasticgang.gang import compiled, torch_registry
 from elasticgang.gang.bans import Ban
 from elasticgang.layout import ModelCoordinates
@@ -32,7 +35,7 @@ from elasticgang.protocol.coverage import Coverage
 from elasticgang.protocol.member_instructions import Do, Instruction
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.record import FormerState, Seat
-from elasticgang.protocol.sample_positions import NAME, SamplePositions
+from elasticgang.protocol.sample_positions import NAME, BatchShape, SamplePositions
 from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
@@ -64,6 +67,8 @@ class MemberDriver:
         self._sums: Callable[[], list[float]] = list
         self._is_voting = False  # the sums under way are votes
         self._num_values = 0  # of the totals under way, before the driver's own
+        self._taken: list[tuple[BatchShape, int]] = []  # DRIVER-3
+        self._batches = 0.0, 0.0  # of the totals under way
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
         self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
@@ -79,9 +84,19 @@ class MemberDriver:
         prepare: Callable[..., None] | None,
         numbers: Sequence[float],
         names: int,
+        taken: Collection[tuple[BatchShape, int]],
     ) -> bool:
-        self._apply, self._measure, self._prepare = apply, measure, prepare
-        return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
+        """`taken`: the global batches of the step, each with its first position (DRIVER-3).
+
+        Raises:
+            InvalidOperationError: as `MemberLifecycle.commit` does; or DRIVER-3.
+        """
+        self.samples.vote(self.lifecycle.state.committed.step, [shape for shape, _ in taken])
+        self._apply, self._measure, self._prepare, self._taken = apply, measure, prepare, sorted(taken)
+        try:
+            return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
+        finally:
+            self._taken = []  # of no other sum
 
     def run(self, routine: Routine[_T]) -> _T:
         """Carry out the instructions of `routine` to its end. A GangError of one ends the generation."""
@@ -134,7 +149,9 @@ class MemberDriver:
                     values = (*values, *self._saves())
                 else:
                     self._num_values = len(values)
-                    values = (*values, float(all(reducer.has_all for reducer in self.reducers)))  # DDP-8
+                    has_all = float(all(reducer.has_all for reducer in self.reducers))  # DDP-8
+                    self._batches = self._number_of_batches()
+                    values = (*values, *self._batches, has_all)
                 measured = self._measure() if measures and self._measure is not None else ()
                 self._sums = rendezvous.start_sum([*values, *measured])
             case Do.AWAIT_SUMS:
@@ -146,7 +163,10 @@ class MemberDriver:
                         self.checkpoints.count(num_proposals, num_saving, self.lifecycle.state.entered)
                     return sums[:-_NUM_SAVES]
                 reached("totals_received")
-                has_any_all = sums.pop(self._num_values)
+                start, end = self._num_values, self._num_values + 3
+                *batches, has_any_all = sums[start:end]
+                del sums[start:end]
+                self._check_batches(*batches)
                 if not has_any_all:
                     for reducer in self.reducers:
                         reducer.leave_out_unused()
@@ -200,8 +220,6 @@ class MemberDriver:
                 with self._page.paused(), state_server.exclusive():
                     is_loaded = self.checkpoints.load(ref, self.lifecycle.state)
                 self._loaded = (ref.attempt, self.checkpoints.coverage) if is_loaded else None
-                if is_loaded:
-                    self.samples.resume(ref.attempt.step)  # POSITION-2
                 return is_loaded
             case do.Poison(error):
                 rendezvous.poison(error)
@@ -252,6 +270,27 @@ class MemberDriver:
             case _:
                 return rendezvous.perform(instruction)
         return None
+
+    def _number_of_batches(self) -> tuple[float, float]:
+        """DRIVER-3: what stands for the global batches of the step, and 1; zeros if this rank has none."""
+        if not (self._taken and self.lifecycle.state.is_active):
+            return 0.0, 0.0
+        return float(zlib.crc32(repr(self._taken).encode())), 1.0
+
+    def _check_batches(self, total: float, num_ranks: float) -> None:
+        """DRIVER-3."""
+        own, is_one = self._batches
+        if is_one and total != own * num_ranks:
+            what = " and ".join(
+                f"samples from position {first} on of `GlobalBatch({shape.num_samples}, size={shape.size}, "
+                f"slot={shape.slot}, seed={shape.seed})`"
+                for shape, first in self._taken
+            )
+            raise InvalidOperationError(
+                f"the ranks take step {self.lifecycle.state.committed.step} from different global batches. This rank "
+                f"has {what}, and another one has not: make `GlobalBatch` alike on every rank, also on one that "
+                "restarts."
+            )
 
     def _measure_state(self, tip: Attempt | None) -> None:
         """Once in each generation, after its first commit, for which the others of a dead rank wait: a rank that is

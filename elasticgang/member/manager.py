@@ -47,6 +47,7 @@ class Step:
         self.shares = manager._state.shares(manager.layout)  # of all ranks of the dp gang
         self.num_slots: int | None = None  # of all ranks; `divide` sets it, or a loader
         self._part: tuple[Sequence[int], Sequence[int]] | None = None
+        self.taken: set[tuple[BatchShape, int]] = set()  # the global batches of this step, each with its first position
         self.slot: int | None = None  # the number of the slot under way; the iteration over slots sets it
         self.committed = False
         self.sums: tuple[float, ...] = ()  # of the numbers given to `QuorumManager.commit`, if the step is committed
@@ -66,7 +67,9 @@ class Step:
     def take_samples(self, shape: BatchShape) -> int:
         """The position of this step's first sample in the order of a global batch (POSITION-1). `GlobalBatch` calls it.
         Raises as `SamplePositions.take`."""
-        return self._manager._driver.samples.take(self.index, shape)
+        first = self._manager._driver.samples.take(self.index, shape)
+        self.taken.add((shape, first))
+        return first
 
     def divide(self, num_slots: int) -> tuple[Sequence[int], Sequence[int]] | None:
         """The numbers of this rank's slots of `num_slots`: those that it computes, and those whose gradients it has
@@ -514,7 +517,7 @@ class QuorumManager:
         step = self.step
         self._driver.check_coverage()
         try:
-            step.committed = self._driver.commit(weight, apply, measure, prepare, numbers, names)
+            step.committed = self._driver.commit(weight, apply, measure, prepare, numbers, names, step.taken)
         finally:  # BAN-1
             self._rendezvous.ban(Ban.COMMITTED if step.committed else Ban.DROPPED)
         step.sums = self._driver.lifecycle.sums if step.committed else ()

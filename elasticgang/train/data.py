@@ -95,7 +95,8 @@ class GlobalBatch:
     the samples that the sampler returns for it.
 
     A job that goes on at a checkpoint may have another `size`: its samples follow those that were taken. It must have
-    the same `num_samples`, or another `seed`, with which the samples count as other data.
+    the same `num_samples`, or another `seed`, with which the samples count as other data. While it runs, a rank that
+    restarts must have the same of all.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class GlobalBatch:
 
         Raises:
             ValueError: as `share`; or the job goes on at a checkpoint of another `num_samples`.
+            InvalidOperationError: this rank has healed, and the others have another `GlobalBatch`.
             GangError: ranks may keep slots, and the generation has ended before they agreed which; `with step` catches
                 it.
         """

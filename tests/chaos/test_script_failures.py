@@ -194,6 +194,31 @@ def test_a_step_in_which_the_script_fails_again_ends_the_job(tmp_path: Path) -> 
         assert re.search(reason, job.stderr, re.MULTILINE)
 
 
+# POSITION-3
+def test_ranks_with_different_global_batches_end_the_job(tmp_path: Path) -> None:
+    setup = "batches = eg.GlobalBatch(16, size=4, slot=2, seed=rank)"
+    with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup), ranks=2) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        error = r"took step \d+ from `GlobalBatch\(16, size=4, seed=(\d)\)`, but this rank from .* seed=(\d)\)`"
+        (numbers, *_) = re.findall(error, job.stderr)
+        assert sorted(numbers) == ["0", "1"]
+
+
+# POSITION-3
+def test_a_rank_that_comes_back_with_other_data_ends_the_job(tmp_path: Path) -> None:
+    """As one that counts the files of a dataset that has grown."""
+    setup = 'batches = eg.GlobalBatch(20 if (here / "grown").exists() else 16, size=4, slot=2)'
+    body = """if rank == 1 and step.index == 5 and not (here / "grown").exists():
+                    (here / "grown").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)"""
+    with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=2) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        error = r"from `GlobalBatch\(16, size=4, seed=0\)`, but this rank from `GlobalBatch\(20, size=4, seed=0\)`"
+        assert re.search(error, job.stderr), job.stderr
+
+
 def test_a_rank_that_fails_whenever_it_comes_back_ends_the_job(tmp_path: Path) -> None:
     setup = """if (here / "failed").exists() and rank == 1:
             raise ValueError("when it builds")"""

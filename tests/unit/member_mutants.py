@@ -199,4 +199,10 @@ MEMBER_MUTANTS = {
         ((SamplePositions, "_check_resumed", always(None)),),
         test_sample_positions.test_a_job_is_not_resumed_with_another_number_of_samples_of_one_seed,
     ),
+    "a rank heals with any global batch": UnitMutant(
+        ((SamplePositions, "_check_healed", always(None)),),
+        lambda: test_sample_positions.test_a_rank_that_heals_with_another_global_batch_takes_no_samples(
+            test_sample_positions.shape(size=8)
+        ),
+    ),
 }

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import elasticgang as eg
+from elasticgang.member.local_rendezvous import LocalRendezvous
+from elasticgang.state.snapshot_server import SnapshotServer
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by the import
@@ -91,3 +97,65 @@ def test_other_parameter_groups_than_those_of_the_first_step_are_refused(adds_gr
                 sgd.param_groups[:] = first
             assert optim.step(weight=1.0)
     assert (refused, manager.committed_steps) == ([1], 2)
+
+
+class Beside(LocalRendezvous):
+    """As if another rank added `others` to the first sum, that of the totals."""
+
+    def __init__(self, others: Sequence[float] = ()) -> None:
+        super().__init__(eg.ParallelLayout(), CPU)
+        self._others, self.sums = others, list[list[float]]()
+
+    def start_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        others = self._others if not self.sums and self._others else [0.0] * len(values)
+        self.sums.append([own + other for own, other in zip(values, others, strict=True)])
+        return super().start_sum(self.sums[-1])
+
+
+def totals_with(batches: Sequence[eg.GlobalBatch], others: Sequence[float] = ()) -> list[float]:
+    """The sums of a rank's first step, which it commits with samples of `batches`."""
+    rendezvous = Beside(others)
+    manager = eg.QuorumManager(rendezvous, SnapshotServer(), eg.ParallelLayout(), CPU)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optim = eg.Optimizer(manager, torch.optim.SGD([weight], lr=0.1))
+    manager.register_state(optim=optim)
+    with next(manager.steps(1)) as step:
+        for each in batches:
+            list(each.slots(step))
+        weight.grad = torch.ones(2)
+        assert optim.step(weight=1.0)
+    return rendezvous.sums[0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_samples": 65},
+        {"size": 8},
+        {"slot": 2},
+        {"seed": 2},
+        {"sampler": lambda seed, step: range(16)},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+# DRIVER-3
+def test_ranks_that_take_samples_of_different_global_batches_all_raise(other: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"num_samples": 64, "size": 16, "slot": 4, "seed": 1}
+    batches = eg.GlobalBatch(**options), eg.GlobalBatch(**{**options, **other})
+    totals = [totals_with([each]) for each in batches]
+    for own, others in zip(batches, reversed(totals), strict=True):
+        with pytest.raises(eg.InvalidOperationError, match="take step 0 from different global batches") as raised:
+            totals_with([own], others)
+        assert f"`GlobalBatch({own.num_samples}, size={own.size}, slot={own.slot}, seed={own.seed})`" in str(
+            raised.value
+        )
+
+
+# DRIVER-3
+def test_ranks_may_ask_for_global_batches_in_any_order_and_some_for_none() -> None:
+    first, second = eg.GlobalBatch(64, size=16, slot=4), eg.GlobalBatch(80, size=8, slot=4)
+    both = totals_with([first, second])
+    totals_with([second, first, second], both)
+    totals_with([], both)
+    with pytest.raises(eg.InvalidOperationError, match="different global batches"):
+        totals_with([first], both)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elasticgang.errors import InvalidOperationError
 from elasticgang.protocol.sample_positions import MAX_ORDERS, BatchShape, SamplePositions
 
 
@@ -11,33 +12,34 @@ def shape(num_samples: int = 64, size: int = 16, seed: int = 0, *, is_sampled: b
     return BatchShape(num_samples, size, 2, seed, is_sampled)
 
 
-def resumed(of: SamplePositions, step: int) -> SamplePositions:
-    """That of a job that goes on at the checkpoint before `step`."""
-    positions = SamplePositions()
-    positions.load_state_dict(of.state_dict())
-    positions.resume(step)
-    return positions
-
-
-def trained(steps: int, *shapes: BatchShape) -> SamplePositions:
+def voted(steps: int, *shapes: BatchShape) -> SamplePositions:
+    """That of a rank that takes part in so many steps."""
     positions = SamplePositions()
     for step in range(steps):
         for each in shapes:
             positions.take(step, each)
+        positions.vote(step, shapes)
+    return positions
+
+
+def resumed(of: SamplePositions) -> SamplePositions:
+    """That of a job that goes on at a checkpoint, or of a rank that has healed."""
+    positions = SamplePositions()
+    positions.load_state_dict(of.state_dict())
     return positions
 
 
 # POSITION-1
 @pytest.mark.parametrize("size", [8, 16, 48])
 def test_a_job_that_is_resumed_with_another_size_goes_on_where_the_samples_were(size: int) -> None:
-    positions = resumed(trained(3, shape()), 3)
+    positions = resumed(voted(3, shape()))
     firsts = [positions.take(step, shape(size=size)) for step in (3, 3, 4, 5)]  # a step is tried again
     assert firsts == [48, 48, 48 + size, 48 + 2 * size]
 
 
 # POSITION-2
 def test_a_job_is_not_resumed_with_another_number_of_samples_of_one_seed() -> None:
-    positions = resumed(trained(3, shape()), 3)
+    positions = resumed(voted(3, shape()))
     for _ in range(2):
         with pytest.raises(ValueError, match="must be 64, as in the job that this one continues, but is 80 instead"):
             positions.take(3, shape(80))
@@ -46,35 +48,72 @@ def test_a_job_is_not_resumed_with_another_number_of_samples_of_one_seed() -> No
 
 def test_other_data_may_follow_in_a_job_that_goes_on() -> None:
     """Also in one that was resumed before, and where the first step with it is tried again."""
-    positions = resumed(trained(3, shape()), 3)
+    positions = resumed(voted(3, shape()))
     positions.take(3, shape())
+    positions.vote(3, [shape()])
     positions.load_state_dict(positions.state_dict())
     assert [positions.take(4, shape(80)) for _ in range(2)] == [4 * 16] * 2
 
 
+def healed(own: BatchShape) -> SamplePositions:
+    """Of a rank that has healed in step 3 from others, which took it from `shape()`."""
+    positions = SamplePositions()
+    positions.take(3, own)
+    positions.vote(3, [own])
+    positions.load_state_dict(voted(4, shape()).state_dict())
+    return positions
+
+
+# POSITION-3
+@pytest.mark.parametrize("own", [shape(80), shape(size=8), shape(seed=1)], ids=["num_samples", "size", "seed"])
+def test_a_rank_that_heals_with_another_global_batch_takes_no_samples(own: BatchShape) -> None:
+    positions = healed(own)
+    for _ in range(2):
+        with pytest.raises(
+            InvalidOperationError, match=r"took step 3 from `GlobalBatch\(64, size=16, seed=0\)`, but this rank"
+        ):
+            positions.take(4, own)
+
+
+def test_a_rank_heals_in_a_step_with_the_data_of_before_and_goes_on_with_other_data() -> None:
+    assert healed(shape()).take(4, shape(80)) == 64
+    assert healed(shape()).take(4, shape(size=8)) == 64
+
+
+def test_a_step_may_be_tried_again_with_fewer_batches() -> None:
+    positions = voted(3, shape())
+    before = positions.state_dict()
+    positions.take(3, shape()), positions.take(3, shape(80))
+    positions.vote(3, [shape(), shape(80)])
+    positions.load_state_dict(before)
+    positions.take(3, shape())
+    positions.vote(3, [shape()])
+    assert positions.take(4, shape()) == 64
+
+
 def test_batches_of_two_orders_in_a_step_have_positions_of_their_own() -> None:
     both = shape(64, 16), shape(80, 8)
-    positions = resumed(trained(3, *both), 3)
+    positions = resumed(voted(3, *both))
     assert [positions.take(3, each) for each in both] == [48, 24]
 
 
 def test_two_batches_of_one_order_in_a_step_begin_at_the_same_sample() -> None:
-    positions = trained(3, shape(), shape())
+    positions = voted(3, shape(), shape())
     assert [positions.take(3, shape()) for _ in range(2)] == [48, 48]
 
 
 def test_what_a_sampler_chooses_has_no_position() -> None:
-    positions = trained(3, shape(is_sampled=True))
+    positions = voted(3, shape(is_sampled=True))
     assert positions.state_dict() == SamplePositions().state_dict()
     assert positions.take(3, shape(size=8, is_sampled=True)) == 24
 
 
 def test_a_job_without_positions_goes_on_as_one_of_one_size() -> None:
-    assert resumed(SamplePositions(), 3).take(3, shape()) == 48
+    assert resumed(SamplePositions()).take(3, shape()) == 48
 
 
 def test_the_positions_of_few_orders_are_kept() -> None:
-    positions = trained(2 * MAX_ORDERS)
+    positions = voted(2 * MAX_ORDERS)
     for step in range(2 * MAX_ORDERS):
         positions.take(step, shape(seed=step))
     assert len(positions.state_dict()["taken"]) == MAX_ORDERS

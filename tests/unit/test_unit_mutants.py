@@ -162,6 +162,7 @@ RULES = {
     "PERSIST": ("pushed before it is written",),
     "POSITION-1": ("all steps take the same number of samples",),
     "POSITION-2": ("any number of samples goes on",),
+    "POSITION-3": ("a rank heals with any global batch",),
     "PRESENT": ("absent agents are not waited for",),
     "PROMISE": ("a promise is not told", "an agent accepts earlier terms"),
     "FORM-DIGEST": ("a digest covers no order",),
