@@ -104,7 +104,9 @@ class GlobalBatch:
     ) -> None:
         """`size`: samples in a global batch, a multiple of `slot`. `slot`: samples in a slot. `sampler`: a function of
         (seed, the step's index) that returns the step's `size` samples in order, as indices below `num_samples`. It
-        must be pure: every process calls it, for whichever steps it needs, and a step that is tried again again.
+        must be pure: every process calls it, for whichever steps it needs, and a step that is tried again again. A
+        `DataLoader` with workers calls it for the steps after the last one of the loop too; where it raises, nothing is
+        fetched ahead.
 
         Raises:
             ValueError: a number is below 1, or `size` is not a multiple of `slot`.
@@ -155,6 +157,15 @@ class GlobalBatch:
             return Slots(())
         numbers = numbers_of(self.num_slots, self.slot, share)
         return Slots([self._slot(step_index, number, number == numbers[-1]) for number in numbers])
+
+    def has_samples(self, step_index: int) -> bool:
+        """Whether there are samples for the step: False if the sampler raises. What it raises is raised again where
+        the step asks for them."""
+        try:
+            self._samples(step_index, 0, self.slot)
+        except Exception:  # of the script
+            return False
+        return True
 
     def likely(self, step_index: int, share: Share | None) -> Slots:
         """The slots of step `step_index` beside those of `share` that its rank gets when one replica group leaves or

@@ -142,10 +142,12 @@ class DataLoader:
         slots = self.batches.slots(step)  # DATALOADER-1
         if self._pool is None:
             return LoadedSlots(slots, lambda slot: self._fetch_here(step, slot))
-        following = range(step.index + 1, step.index + 1 + self._prefetch)
-        ahead = [(step.index, slots), *((index, self.batches.share(index, step.share)) for index in following)]
+        ahead = [(step.index, slots)]
+        for index in range(step.index + 1, step.index + 1 + self._prefetch):
+            if self.batches.has_samples(index):  # of the last step, a sampler need not know the next
+                ahead.append((index, self.batches.share(index, step.share)))
         if self._prefetches_likely:
-            ahead += [(index, self.batches.likely(index, step.share)) for index in (step.index, *following)]
+            ahead += [(index, self.batches.likely(index, step.share)) for index, _ in tuple(ahead)]
         # By place: an iteration over slots seeds torch's generators.
         requests = [_request(index, of_step[place]) for index, of_step in ahead for place in range(len(of_step))]
         self._pool.want(requests)

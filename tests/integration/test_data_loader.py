@@ -211,6 +211,18 @@ def test_a_batch_of_an_unknown_kind_is_fetched_again(make: Make, dataset: Noted)
     assert len(dataset.fetched()) == 2 * SIZE
 
 
+@pytest.mark.parametrize("prefetch_likely", [False, True])
+def test_a_plan_of_the_samples_may_end_with_the_last_step(prefetch_likely: bool, dataset: Noted) -> None:
+    plan = torch.randperm(NUM_SAMPLES).view(-1, SIZE)
+    batches = eg.GlobalBatch(NUM_SAMPLES, size=SIZE, slot=SLOT, sampler=lambda seed, step: plan[step])
+    loader = eg.DataLoader(dataset, batches, num_workers=1, prefetch=2, prefetch_likely=prefetch_likely)
+    found = [indices(loader, step(index)) for index in range(len(plan))]
+    assert found == plan.tolist()
+    with pytest.raises(IndexError):
+        loader.slots(step(len(plan)))
+    loader.close()
+
+
 # PREFETCH-3
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_a_worker_that_dies_or_hangs_is_replaced_and_nothing_is_lost(
