@@ -178,6 +178,16 @@ def close_result_writer(batches: Any) -> None:
     batches._worker_result_queue._writer.close()
 
 
+def set_worker_info(number: int, num_workers: int, dataset: Any) -> None:
+    """Let `torch.utils.data.get_worker_info` say this in a worker of torch's `DataLoader`, beside the seed that it has
+    said until now."""
+    from torch.utils.data._utils import worker
+
+    of_worker: Any = worker
+    seed = of_worker._worker_info.seed
+    of_worker._worker_info = of_worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+
+
 def pinned(batch: Any) -> Any:
     """A copy of `batch` with its tensors in pinned memory, as torch's `DataLoader` makes it with `pin_memory`. Without
     an accelerator: `batch`."""

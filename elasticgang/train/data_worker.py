@@ -38,10 +38,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
 from elasticgang.member.rank_context import inherited
-from elasticgang.torch_private import close_result_writer, replace_done_event, shut_down_loader
+from elasticgang.torch_private import close_result_writer, replace_done_event, set_worker_info, shut_down_loader
 from elasticgang.train.prefetch import Key
 
 _POLL_S = 0.25
@@ -100,6 +100,10 @@ class Fetcher(ABC):
             return Fetched(request.key, error=error, cause=_pickled(exc), start=request.start)
 
     @abstractmethod
+    def worker_info(self, number: int, num_workers: int) -> tuple[int, int, Any]:
+        """What torch's `get_worker_info` says in worker `number`: its id, how many there are, and the dataset."""
+
+    @abstractmethod
     def read(self, request: Request) -> tuple[Any, str | None]:
         """The batch, and the state of the stream after it. May raise anything."""
 
@@ -109,6 +113,9 @@ class DatasetFetcher(Fetcher):
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self.dataset, self._collate = dataset, collate or default_collate
+
+    def worker_info(self, number: int, num_workers: int) -> tuple[int, int, Any]:
+        return number, num_workers, self.dataset
 
     def read(self, request: Request) -> tuple[Any, None]:
         index = list(request.samples)
@@ -202,9 +209,11 @@ class WorkerOptions:
 class Worker:
     """One worker process. One thread, which is not the main one (DATAWORKER-3), uses it; any thread may call `kill`."""
 
-    def __init__(self, number: int, options: WorkerOptions, next_request: Callable[[], Request | None]) -> None:
-        """`next_request` says what to fetch next; None: nothing now."""
-        self._number, self._options = number, options
+    def __init__(
+        self, number: int, num_workers: int, options: WorkerOptions, next_request: Callable[[], Request | None]
+    ) -> None:
+        """It is `number` of `num_workers`. `next_request` says what to fetch next; None: nothing now."""
+        self._number, self._num_workers, self._options = number, num_workers, options
         self._next_request = next_request
         self.in_flight: deque[Request | None] = deque()
         self._context = _recording(options.context)
@@ -215,7 +224,7 @@ class Worker:
 
     def start(self, fetcher: Fetcher) -> None:
         """Raises WorkerLost: no process can be started."""
-        init = self._options.worker_init_fn
+        init = functools.partial(_init_worker, self._options.worker_init_fn, self._number, self._num_workers)
         try:
             self._batches = iter(
                 torch.utils.data.DataLoader(
@@ -225,7 +234,7 @@ class Worker:
                     num_workers=1,
                     prefetch_factor=_NUM_IN_FLIGHT,
                     timeout=_POLL_S,
-                    worker_init_fn=None if init is None else functools.partial(_init_worker, init, self._number),
+                    worker_init_fn=init,
                     multiprocessing_context=self._context,
                     generator=torch.Generator(),  # the seed of its workers is no draw from the script's generator
                 )
@@ -334,8 +343,12 @@ def timeouts(timeout: float | None) -> tuple[float, float]:
     return usual, max(usual, OPEN_S)
 
 
-def _init_worker(init: Callable[[int], None], number: int, _: int) -> None:
-    init(number)
+def _init_worker(init: Callable[[int], None] | None, number: int, num_workers: int, _: int) -> None:
+    """In the worker. Of torch, it is the only one, and has a fetcher for its dataset."""
+    info: Any = get_worker_info()
+    set_worker_info(*info.dataset.worker_info(number, num_workers))
+    if init is not None:
+        init(number)
 
 
 def _single(found: list[Fetched]) -> Fetched:

@@ -243,7 +243,7 @@ class FetchPool:
 
     def _run_workers(self, number: int) -> None:
         while self._await(lambda: self._is_awaited and self._prefetch.has_next(number)):
-            worker = Worker(number, self._options, functools.partial(self._assign, number))
+            worker = Worker(number, self._num_workers, self._options, functools.partial(self._assign, number))
             try:
                 if self._start(worker):
                     while self._await(functools.partial(self._has_work, number, worker)):

@@ -50,6 +50,10 @@ class StreamFetcher(Fetcher):
         self._open_split, self._collate = open_split, collate or default_collate
         self._opened: dict[int, _OpenSplit] = {}  # the one that was read last at the end
 
+    def worker_info(self, number: int, num_workers: int) -> tuple[int, int, Any]:
+        """A split that divides its samples among the workers of torch's loader has all of them."""
+        return 0, 1, self._open_split
+
     def read(self, request: Request) -> tuple[Any, str]:
         reading: Reading = request.samples
         split = self._opened.pop(reading.number, None)  # one that raises is not used again

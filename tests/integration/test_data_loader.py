@@ -247,7 +247,7 @@ def cut_a_message(number: int) -> None:
     """This worker stops within the first batch that it sends, or behind it, if a file says so."""
     info = get_worker_info()
     assert info is not None
-    directory = cast(Any, info.dataset).dataset.directory
+    directory = cast(Any, info.dataset).directory
     send = Connection._send_bytes  # type: ignore[attr-defined]
 
     def cut(connection: Any, data: Any) -> None:
@@ -421,7 +421,41 @@ def test_a_learner_gets_nothing(make: Make, dataset: Noted) -> None:
 def note_number(number: int) -> None:
     info = get_worker_info()
     assert info is not None
-    cast(Any, info.dataset).dataset.directory.joinpath(f"worker-{number}").touch()
+    cast(Any, info.dataset).directory.joinpath(f"worker-{number}").touch()
+
+
+class Opened:
+    """A dataset that `open_here` opens in each worker."""
+
+    number: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        assert self.number is not None
+        info = get_worker_info()
+        assert info is not None
+        assert cast(Any, info.dataset) is self
+        return {"index": index, "id": info.id, "opened": self.number[0], "of": self.number[1]}
+
+
+def open_here(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    cast(Any, info.dataset).number = number, info.num_workers
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_a_worker_knows_its_dataset_and_its_number(context: str) -> None:
+    batches = eg.GlobalBatch(NUM_SAMPLES, size=SIZE, slot=SLOT)
+    options: dict[str, Any] = {"worker_init_fn": open_here, "multiprocessing_context": context}
+    loader = eg.DataLoader(Opened(), batches, num_workers=2, **options)
+    seen = [batch for index in range(3) for _, batch in loader.slots(step(index))]
+    loader.close()
+    assert all(torch.equal(batch["id"], batch["opened"]) for batch in seen)
+    assert {int(each) for batch in seen for each in batch["of"]} == {2}
+    assert {int(each) for batch in seen for each in batch["id"]} <= {0, 1}
 
 
 @pytest.mark.usefixtures("patient")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import elasticgang as eg
@@ -345,6 +345,18 @@ def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
 
 
 Lines = Callable[[str], list[list[int]]]
+
+
+def test_a_split_is_not_divided_among_the_workers() -> None:
+    """torch's streams take their part of the samples by the number of workers."""
+
+    class Counted(Numbers):
+        def __iter__(self) -> Iterator[int]:
+            info = get_worker_info()
+            assert info is not None
+            return (number + 1000 * info.num_workers + info.id for number in super().__iter__())
+
+    assert trained(Counted, 1, num_workers=2).committed == [[1000, 1001, 1100, 1101]]
 
 
 # PREFETCH-5
