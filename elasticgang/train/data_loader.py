@@ -102,6 +102,9 @@ class DataLoader:
         ranks still wait when the slot is there, but 300 s for the first slot of a worker, and always in a job without
         an agent. The rest is as of torch's `DataLoader`.
 
+        The generators that are seeded for each slot are those of torch, of `random`, and numpy's global one. A
+        generator that `worker_init_fn` makes is not: what it draws depends on the worker, and is other in every job.
+
         Raises:
             ValueError: a number is too small, the dataset has another number of samples than `batches`, or there is no
                 such multiprocessing context.

@@ -16,6 +16,8 @@ DATAWORKER-5  This process takes no lock that a worker may hold when it is kille
 DATAWORKER-6  By default a worker may need half of the job's collective timeout for a slot: the other ranks still wait
     when another worker has fetched it. The first slot of a worker, and the first one from a split, may take `OPEN_S`:
     files are opened then, and modules imported.
+DATAWORKER-7  A worker that starts has a seed that no other one has, of any rank or job: for generators that
+    `worker_init_fn` gives the dataset, which nobody seeds for a slot.
 """
 
 from __future__ import annotations
@@ -225,6 +227,8 @@ class Worker:
     def start(self, fetcher: Fetcher) -> None:
         """Raises WorkerLost: no process can be started."""
         init = functools.partial(_init_worker, self._options.worker_init_fn, self._number, self._num_workers)
+        generator = torch.Generator()  # the seed of its workers is no draw from the script's generator
+        generator.seed()  # DATAWORKER-7
         try:
             self._batches = iter(
                 torch.utils.data.DataLoader(
@@ -236,7 +240,7 @@ class Worker:
                     timeout=_POLL_S,
                     worker_init_fn=init,
                     multiprocessing_context=self._context,
-                    generator=torch.Generator(),  # the seed of its workers is no draw from the script's generator
+                    generator=generator,
                 )
             )
             close_result_writer(self._batches)

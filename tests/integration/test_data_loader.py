@@ -424,6 +424,25 @@ def note_number(number: int) -> None:
     cast(Any, info.dataset).directory.joinpath(f"worker-{number}").touch()
 
 
+def note_seed(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert info.seed == torch.initial_seed()
+    with open(cast(Any, info.dataset).directory / "seeds", "a") as file:
+        file.write(f"{info.seed}\n")
+
+
+# DATAWORKER-7
+def test_each_worker_of_each_loader_starts_with_a_seed_of_its_own(make: Make, dataset: Noted) -> None:
+    for _ in range(2):
+        loader = make(num_workers=2, worker_init_fn=note_seed)
+        dataset.prepare("kill", int(loader.batches.samples(0)[0]))
+        indices(loader, step(0))
+    seeds = (dataset.directory / "seeds").read_text().split()
+    assert len(seeds) >= 4
+    assert len(set(seeds)) == len(seeds)
+
+
 class Opened:
     """A dataset that `open_here` opens in each worker."""
 
