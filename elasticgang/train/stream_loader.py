@@ -108,8 +108,8 @@ class StreamLoader:
 
     def slots(self, step: Step) -> LoadedSlots:
         """This rank's share of `step`. Iterating over it yields `(slot, batch)`; `slot.index` counts the samples of the
-        job. Iterate to the end (or call `load`) on every rank, also on one without slots: the ranks exchange the states
-        of the splits there (STREAM-3). With `pp`, each stage reads the samples of its replica group.
+        job. Iterate over all slots (or call `load`) on every rank, also on one without slots: the ranks exchange the
+        states of the splits with the last one (STREAM-3). With `pp`, each stage reads the samples of its replica group.
 
         Raises:
             InvalidOperationError: the loader is not registered; or the loop over the slots of the step before was left
@@ -242,8 +242,14 @@ class _StreamedSlots(LoadedSlots):
         self._finish = finish
 
     def __iter__(self) -> Iterator[tuple[Slot, Any]]:
-        yield from super().__iter__()
-        self._finish()
+        """The states are exchanged before the script gets the last slot, as far as there is one: it need not ask for
+        the end of the loop, and `zip` with another loader does not."""
+        if not len(self):
+            self._finish()
+        for slot, batch in super().__iter__():
+            if slot.last:
+                self._finish()
+            yield slot, batch
 
     def load(self) -> list[Any]:
         batches = super().load()

@@ -250,6 +250,28 @@ def test_a_loop_that_was_left_early_is_refused_in_the_next_step() -> None:
         job.loader.slots(second)
 
 
+# STREAM-3
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_loop_over_two_loaders_at_once_reads_all_slots(is_first: bool) -> None:
+    """`zip` does not ask the second one for its end."""
+    job = Alone(Numbers)
+    job.register()
+    other = eg.DataLoader(list(range(100)), eg.GlobalBatch(100, size=SIZE, slot=SLOT))
+    found = []
+    for step in job.manager.steps(3):
+        with step:
+            loaded = [job.loader.slots(step), other.slots(step)]
+            samples = []
+            for pair in zip(*(loaded if is_first else reversed(loaded)), strict=False):
+                (slot, batch), _ = pair if is_first else reversed(pair)
+                with job.model.accumulate(last=slot.last):
+                    job.model(batch.float()[:, None]).sum().backward()
+                samples += batch.tolist()
+            assert job.optim.step(weight=loaded[0].num_samples)
+            found.append(samples)
+    assert found == trained(Numbers, 3).committed
+
+
 def test_slots_are_iterated_over_once() -> None:
     job = Alone(Numbers)
     job.register()
