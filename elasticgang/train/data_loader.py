@@ -154,8 +154,11 @@ class DataLoader:
         # By place: an iteration over slots seeds torch's generators.
         requests = [_request(index, of_step[place]) for index, of_step in ahead for place in range(len(of_step))]
         self._pool.want(requests)
-        pool = self._pool
-        return LoadedSlots(slots, lambda slot: _batch(pool.take(step, slot), slot))
+        return LoadedSlots(slots, lambda slot: self._take(step, slot))
+
+    def _take(self, step: Step, slot: Slot) -> Any:
+        assert self._pool is not None
+        return _batch(self._pool.take(step, slot), slot)
 
     def _fetch_here(self, step: Step, slot: Slot) -> Any:
         step.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing.process
 import os
@@ -401,6 +402,14 @@ def test_a_closed_loader_loads_nothing(num_workers: int, make: Make, dataset: No
     with pytest.raises(OperationalError, match="the data loader is closed"):
         loader.slots(step(1))
     assert len(dataset.fetched()) == num_fetched
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_slots_keep_their_loader_open(num_workers: int, dataset: Noted) -> None:
+    batches = eg.GlobalBatch(NUM_SAMPLES, size=SIZE, slot=SLOT)
+    slots = eg.DataLoader(dataset, batches, num_workers=num_workers).slots(step(0))
+    gc.collect()
+    assert len(list(slots)) == SIZE // SLOT
 
 
 def test_a_closed_loader_is_not_waited_for(make: Make) -> None:
