@@ -49,6 +49,7 @@ class Step:
         self._part: tuple[Sequence[int], Sequence[int]] | None = None
         self.taken: set[tuple[BatchShape, int]] = set()  # the global batches of this step, each with its first position
         self.slot: int | None = None  # the number of the slot under way; the iteration over slots sets it
+        self.unread: set[object] = set()  # the streams whose slots are not all read
         self.committed = False
         self.sums: tuple[float, ...] = ()  # of the numbers given to `QuorumManager.commit`, if the step is committed
         self.closed = False
@@ -515,6 +516,11 @@ class QuorumManager:
         step.
         """
         step = self.step
+        if step.unread and not step.has_failed:  # STREAM-3
+            raise InvalidOperationError(
+                f"the loop over the slots of step {step.index} was left early, so that the states of the splits were "
+                "not exchanged"
+            )
         self._driver.check_coverage()
         try:
             step.committed = self._driver.commit(weight, apply, measure, prepare, numbers, names, step.taken)

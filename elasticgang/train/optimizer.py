@@ -118,8 +118,8 @@ class Optimizer:
                 committed.
             InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0; or
                 `sums` has other names on some ranks, equally many; or ranks take their slots from different
-                `GlobalBatch`es; or the scaler is not registered; or the parameter groups have changed since the first
-                step.
+                `GlobalBatch`es; or the loop over the slots of a `StreamLoader` was left early; or the scaler is not
+                registered; or the parameter groups have changed since the first step.
             NotSupportedError: with `reduction="reproducible"`, where a layout of the job has `sdp`: the optimizer is
                 torch's Adafactor, LBFGS or Muon, whose result for an element depends on others; or parameters on the
                 CPU are float16 or bfloat16, or its `fused` form is chosen for them, because these round the last

@@ -7,7 +7,7 @@ STREAM-1  Every rank has the state of every split at the committed step. It is r
     dropped step restores it, a checkpoint contains it.
 STREAM-2  No two slots of a step read from the same split, so that no rank waits for what another rank reads.
 STREAM-3  A rank votes on a step only with the states of all splits that the step has read: a rank that dies takes no
-    state along.
+    state along. It raises an error where the script has left the loop over the slots early.
 STREAM-4  A split is read from its state at the committed step, or, for a later step, from where the reading before it
     ends. What was read from another state is read again.
 """
@@ -112,8 +112,7 @@ class StreamLoader:
         states of the splits with the last one (STREAM-3). With `pp`, each stage reads the samples of its replica group.
 
         Raises:
-            InvalidOperationError: the loader is not registered; or the loop over the slots of the step before was left
-                early.
+            InvalidOperationError: the loader is not registered.
             OperationalError: the loader is closed.
 
         Raises, while iterating:
@@ -124,14 +123,10 @@ class StreamLoader:
         self._closing.check()
         if not self._is_registered:
             raise InvalidOperationError("register the loader before the first step: `register_state(stream=loader)`")
-        if self._unfinished is not None and self._unfinished < step.index:
-            raise InvalidOperationError(
-                f"the loop over the slots of step {self._unfinished} was left early, so that the states of the splits "
-                "were not exchanged"
-            )
         step.num_slots = self.num_slots
         numbers = range(0) if step.share is None else numbers_of(self.num_slots, self.slot, step.share)
         self._unfinished, self._read = step.index, {}
+        step.unread.add(self)
         requests = self._requests(step.index, numbers)
         if self._pool is not None:
             self._pool.want(requests)
@@ -234,6 +229,7 @@ class StreamLoader:
             )
         self._states.update(found)
         self._unfinished = None
+        step.unread.discard(self)
 
 
 class _StreamedSlots(LoadedSlots):

@@ -235,19 +235,27 @@ def test_a_closed_loader_reads_nothing(num_workers: int) -> None:
 
 
 # STREAM-3
-def test_a_loop_that_was_left_early_is_refused_in_the_next_step() -> None:
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_step_whose_loop_was_left_early_is_refused_unless_it_has_failed(has_failed: bool) -> None:
     job = Alone(Numbers)
     job.register()
-    steps = job.manager.steps(2)
-    with next(steps) as first:
-        for _, batch in job.loader.slots(first):
-            with job.model.accumulate(last=True):
-                job.model(batch.float()[:, None]).sum().backward()
-            break
-        assert job.optim.step(weight=1.0)
-    second = next(steps)
-    with pytest.raises(InvalidOperationError, match="slots of step 0 was left early"):
-        job.loader.slots(second)
+
+    def leave_early(step: eg.Step) -> None:
+        with step:
+            for _, batch in job.loader.slots(step):
+                with job.model.accumulate(last=True):
+                    job.model(batch.float()[:, None]).sum().backward()
+                break
+            if has_failed:
+                job.manager.report_error(ArithmeticError("this step is lost"))
+            assert not job.optim.step(weight=1.0)
+
+    if has_failed:
+        leave_early(next(job.manager.steps(1)))
+    else:
+        with pytest.raises(InvalidOperationError, match="slots of step 0 was left early"):
+            leave_early(next(job.manager.steps(1)))
+    assert job.manager.committed_steps == 0
 
 
 # STREAM-3
