@@ -125,7 +125,7 @@ class GlobalBatch:
 
     def slots(self, step: Step) -> Slots:
         """This rank's share of `step`. It depends only on the seed, the step's index and the rank's share, on the slots
-        that ranks keep (`Slots.kept`), and on the sizes of earlier batches.
+        that ranks keep (`Slots.kept`), and on where a job with another `size` was that this one continues.
 
         Raises:
             ValueError: as `share`; or the job goes on at a checkpoint of another `num_samples`.
@@ -146,8 +146,8 @@ class GlobalBatch:
         )
 
     def share(self, step_index: int, share: Share | None) -> Slots:
-        """The slots of the part `share` of step `step_index`; empty for None. Steps are taken to be all of this size,
-        beside those before the last one that `slots` was called for.
+        """The slots of the part `share` of step `step_index`; empty for None. Where the job continues one of another
+        `size`, it is right for the steps from then on, once `slots` was called.
 
         Raises:
             ValueError: the ranks of an sdp gang would have different numbers of slots; or the sampler has returned

@@ -196,7 +196,7 @@ MEMBER_MUTANTS = {
         lambda: test_sample_positions.test_a_job_that_is_resumed_with_another_size_goes_on_where_the_samples_were(8),
     ),
     "any number of samples goes on": UnitMutant(
-        ((SamplePositions, "_check_resumed", always(None)),),
+        ((SamplePositions, "_resume", always(48)),),
         test_sample_positions.test_a_job_is_not_resumed_with_another_number_of_samples_of_one_seed,
     ),
     "a rank heals with any global batch": UnitMutant(
