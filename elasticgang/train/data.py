@@ -94,9 +94,9 @@ class GlobalBatch:
     `num_samples`, a batch can contain the tail of one pass and the head of the next. With a `sampler`, each step has
     the samples that the sampler returns for it.
 
-    A job that goes on at a checkpoint may have another `size`: its samples follow those that were taken. It must have
-    the same `num_samples`, or another `seed`, with which the samples count as other data. While it runs, a rank that
-    restarts must have the same of all.
+    Use it in every step: one that does not use it passes over its samples. A job that goes on at a checkpoint may have
+    another `size`: its samples follow those that were taken. It must have the same `num_samples`, or another `seed`,
+    with which the samples count as other data. While it runs, a rank that restarts must have the same of all.
     """
 
     def __init__(

@@ -45,8 +45,10 @@ class StreamLoader:
                 for slot, batch in loader.slots(step):
                     ...
 
-    Each pass over a split takes every sample of it once, whichever ranks read it. The samples of a slot depend on the
-    streams alone: not on the rank, the worker, or the number of either.
+    Each pass over a split takes every sample of it once, whichever ranks read it. Use the loader in every step: one
+    that does not use it passes over the splits of that step, and a loader that is used in every second step may never
+    read half of them. The samples of a slot depend on the streams alone: not on the rank, the worker, or the number of
+    either.
     """
 
     def __init__(
