@@ -113,7 +113,7 @@ def test_views_have_the_base_by_name_and_groups_of_their_own() -> None:
 def test_what_callers_read_is_as_theirs() -> None:
     made = grid([2, 2], ["tp", "dp"])
     assert (made.shape, made.dim_names, made.backend) == ([2, 2], ["tp", "dp"], None)
-    enumerate_ranks = getattr(made, "_gen_rank_enum")  # noqa: B009  # as Megatron-LM calls it
+    enumerate_ranks = made._gen_rank_enum  # as Megatron-LM calls it
     assert enumerate_ranks(["tp"]) == [[0, 1], [2, 3]]
     assert enumerate_ranks(["tp", "dp"]) == made.rank_groups(["tp", "dp"], ordered_as_given=True)
     for shape, names in ((4, ["tp"]), ([4], None)):

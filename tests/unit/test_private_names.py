@@ -23,11 +23,11 @@ MUTANTS = (
     *("unit/mutants.py", "unit/coordinator_mutants.py", "unit/agent_mutants.py", "unit/record_mutants.py"),
     *("unit/member_mutants.py", "unit/slot_mutants.py"),
 )
-# Names of the package that are also others': torch's, namedtuples', argparse's.
+# Names of the package that are also others': torch's, namedtuples', argparse's, Megatron-LM's.
 OTHERS = {
     *("_allgather_base", "_base", "_device_types", "_get_backend", "_has_hooks", "_pg", "_reduce_scatter_base"),
     *("_alltoall", "_devices", "_flatten", "_source_rank", "_timeout", "_world"),
-    *("_T", "_actions", "_exit", "_replace"),
+    *("_T", "_actions", "_exit", "_gen_rank_enum", "_replace"),
 }
 
 
