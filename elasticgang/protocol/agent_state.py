@@ -272,6 +272,9 @@ class AgentState:
             return [Fail(2, lack)]
         if self._layout is not None and event.layout != self._layout:
             return [Fail(2, f"rank {rank.local_rank} declares {event.layout}, but the other ranks {self._layout}")]
+        own, wanted = (dict(settings).get("number of steps") for settings in (event.settings, self._settings))
+        if own is not None and wanted is not None and own != wanted:
+            return [Fail(2, f"rank {rank.local_rank} loops over {own} steps, but the other ranks over {wanted}")]
         self._layout, self._settings = event.layout, self._settings or event.settings
         newcomer = rank.phase is _Phase.STARTING
         rank.phase, rank.report, rank.checkpoint = _Phase.REQUESTING, event.report, event.checkpoint

@@ -63,12 +63,15 @@ class Host:
         broken: bool = False,
         timed_out: bool = False,
         left_step: bool = False,
+        settings: tuple[tuple[str, str], ...] = (),
         tip: Attempt | None = None,
         pending: Attempt | None = None,
         layout: ParallelLayout = LAYOUT,
     ) -> list[Instruction]:
         report = report_of(member, tip, pending)
-        return self.state.handle(RecordRequested(member, report, layout, broken, timed_out, left_step=left_step))
+        return self.state.handle(
+            RecordRequested(member, report, layout, broken, timed_out, settings=settings, left_step=left_step)
+        )
 
     def exits(
         self, member: str, status: int = KILLED, *, blameless: bool = False, goes: bool = False

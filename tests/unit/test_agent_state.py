@@ -194,6 +194,15 @@ def test_a_collective_timeout_is_not_reported_as_a_lost_peer() -> None:
     ]
 
 
+def test_ranks_that_loop_over_other_numbers_of_steps_end_the_job() -> None:
+    """Those with fewer would end it with exit code 0 before the others have trained theirs."""
+    host = Host(2)
+    host.start("a0", "a1")
+    assert host.asks("a0", settings=(("number of steps", "10"),)) == []
+    (failed,) = host.asks("a1", settings=(("number of steps", "200"),))
+    assert failed == Fail(2, "rank 1 loops over 200 steps, but the other ranks over 10")
+
+
 def test_a_rank_that_goes_on_after_an_exception_is_the_cause() -> None:
     host = running()
     assert host.asks("a1", broken=True, left_step=True) == [
