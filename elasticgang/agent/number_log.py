@@ -1,7 +1,8 @@
 """Writes the numbers that the ranks of this host report, such as the loss, to the event log.
 
-NUMBERLOG-1  There is one event in `NUMBERS_S` at most, with the last numbers of each rank that has reported since the
-    one before, and one more as the agent exits: a log grows with the time that it is of, not with the steps.
+NUMBERLOG-1  There is one event in `NUMBERS_S` at most, with the last numbers of each rank (not of each member) that has
+    reported since the one before, and one more as the agent exits: a log grows with the time that it is of, not with
+    the steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class NumberLog:
     def __init__(self, events: Events) -> None:
         self._events = events
         self._due_s = 0.0
-        self._last: dict[str, dict[str, float]] = {}  # by member: what the next event has of it
+        self._last: dict[str, dict[str, float]] = {}  # by rank of this host: what the next event has of it
         self._num_reports: dict[str, int] = {}  # by member, as it was read last
         self._committed = (0, 0)  # generation and step, of the newest one of those that the next event is about
 
@@ -31,7 +32,8 @@ class NumberLog:
         num_reports = sum(number.num_reports for number in found.values())
         if num_reports != self._num_reports.get(member, 0):
             self._num_reports[member] = num_reports
-            self._last[member] = {name: number.last for name, number in found.items()}
+            rank = member.rpartition("/")[0]  # a member that succeeds it reports in its place
+            self._last[rank] = {name: number.last for name, number in found.items()}
             step, generation = page.committed
             self._committed = max(self._committed, (generation, step))
 

@@ -106,7 +106,7 @@ class SamplePositions:
         if self._voted is None or self._voted[0] != step - 1 or any(each.step == step for each in self._taken.values()):
             return
         others = {line for line, taken in self._taken.items() if taken.step == step - 1}
-        if others != self._voted[1]:
+        if others and others != self._voted[1]:  # a rank that has not healed yet has none
             theirs, own = (" and ".join(map(str, sorted(lines))) for lines in (others, self._voted[1]))
             raise InvalidOperationError(
                 f"the other ranks took step {step - 1} from {theirs}, but this rank from {own}: make `GlobalBatch` "

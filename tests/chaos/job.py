@@ -170,6 +170,8 @@ class Faults:
             return False
         if "step" in spec and (self.manager is None or self.manager.committed_steps != spec["step"]):
             return False
+        if "from" in spec and (self.manager is None or self.manager.committed_steps < spec["from"]):
+            return False
         before = self._fired(number - 1)
         if number > 0 and not spec.get("free") and not before.exists():
             return False

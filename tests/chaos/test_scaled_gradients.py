@@ -47,7 +47,8 @@ def test_a_kill_leaves_no_trace_in_the_result(reduction: tuple[str, ...], tmp_pa
 def test_a_part_of_the_model_is_not_applied_where_another_part_overflows(
     max_norm: float | None, tmp_path: Path
 ) -> None:
-    faults = [at("body", 1, step=7), at("totals_received", 2, step=12), at("votes_received", 0, step=17)]
+    places = [("body", 1, 7), ("totals_received", 2, 12), ("votes_received", 0, 17)]
+    faults = [{**at(place, rank), "from": step} for place, rank, step in places]  # once the one before is healed
     options = [] if max_norm is None else ["--max-norm", str(max_norm)]
     arguments = ["--steps", str(NUM_STEPS), "--output-dir", str(tmp_path), "--faults", json.dumps(faults), *options]
     with Job(tmp_path, PAIRS, *arguments, ranks=4) as job:

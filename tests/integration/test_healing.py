@@ -334,8 +334,8 @@ def test_source_and_healer_say_which_value_cannot_be_sent(
     assert healer.server.fetch_after([source.server.address], AT) is None
     at_source, *at_healer = sorted(caplog.messages, key=lambda line: "could not heal" in line)
     assert at_source.startswith(complaint)
-    assert len(at_healer) == 3
-    assert all(complaint in line for line in at_healer)
+    assert len(at_healer) == 1  # FETCH-11
+    assert complaint in at_healer[0]
 
 
 # SERIAL-3

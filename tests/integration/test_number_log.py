@@ -24,7 +24,7 @@ class Events:
 
 @pytest.fixture
 def pages() -> Iterator[dict[str, StatusPage]]:
-    fds = {member: StatusPage.create() for member in ("a/0", "a/1")}
+    fds = {member: StatusPage.create() for member in ("a/0/x", "a/1/x")}
     yield {member: StatusPage(fd) for member, fd in fds.items()}
     for fd in fds.values():
         os.close(fd)
@@ -64,13 +64,13 @@ def test_the_last_numbers_of_a_rank_that_has_exited_are_written_at_the_end(pages
     other.report("loss", 3.0)
     other.report("tokens", 8.0)
     other.commit(7, 1)
-    log.read("a/1", other)
-    log.look(101.0, {"a/0": one})
+    log.read("a/1/x", other)
+    log.look(101.0, {"a/0/x": one})
     assert len(events.written) == 1
     log.write()
     assert events.written[1:] == [("reported", 7, {"loss": 3.0, "tokens": 8.0})]
     one.commit(7, 1)
-    log.look(120.0, {"a/0": one})
+    log.look(120.0, {"a/0/x": one})
     assert events.written[2:] == [("reported", 7, {"loss": "nan"})]
 
 
@@ -94,6 +94,17 @@ def test_the_step_is_that_of_the_newest_generation(pages: dict[str, StatusPage])
     other.report("loss", 1.0)
     other.commit(90, 1)
     one.commit(41, 2)
-    log.read("a/1", other)
-    log.look(100.0, {"a/0": one})
+    log.read("a/1/x", other)
+    log.look(100.0, {"a/0/x": one})
     assert [step for _, step, _ in events.written] == [41]
+
+
+# NUMBERLOG-1
+def test_a_successor_reports_in_the_place_of_the_rank_that_has_died(pages: dict[str, StatusPage]) -> None:
+    events, (one, other) = Events(), pages.values()
+    log = NumberLog(events)
+    one.report("loss", 8.0)
+    other.report("loss", 2.0)
+    log.read("a/0/x", one)
+    log.look(100.0, {"a/0/y": other})
+    assert [numbers for _, _, numbers in events.written] == [{"loss": 2.0}]

@@ -90,6 +90,15 @@ def test_a_rank_that_heals_with_another_global_batch_takes_no_samples(own: Batch
             positions.take(4, own)
 
 
+def test_a_rank_that_has_yet_to_heal_in_the_next_step_is_not_refused() -> None:
+    """The others have committed the step in which it began to heal, with the state of before that step."""
+    positions = voted(0)
+    positions.take(0, shape())
+    positions.vote(0, [shape()])
+    positions.load_state_dict(voted(0).state_dict())
+    assert positions.take(1, shape()) == 16
+
+
 def test_a_rank_heals_in_a_step_with_the_data_of_before_and_goes_on_with_other_data() -> None:
     assert healed(shape()).take(4, shape(80)) == 64
     assert healed(shape()).take(4, shape(size=8)) == 32
