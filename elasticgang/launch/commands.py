@@ -33,16 +33,11 @@ def run(args: argparse.Namespace) -> int:
         host, _ = _host_and_port(args.coordinator)
         _check_reachable(args.coordinator, args.connect_timeout)
         _check_open(host, credentials, f"the agent uses a coordinator on loopback only, not at {host!r}")
-    from elasticgang.checkpoint.locations import check_lasting
     from elasticgang.errors import NotSupportedError
     from elasticgang.launch.availability import check_available
     from elasticgang.process.stop_signals import hold_stop_signals
 
-    try:
-        if args.checkpoint_dir is not None:
-            check_lasting(args.checkpoint_dir)
-    except NotSupportedError as exc:
-        raise UsageError(f"--checkpoint-dir: {exc}") from exc
+    _check_lasting(args.checkpoint_dir)
     try:
         if args.process_group is not None:  # else the ranks choose it by their device
             check_available(args.process_group)
@@ -254,19 +249,15 @@ def _planned_layout(args: argparse.Namespace) -> ParallelLayout:
 def doctor(args: argparse.Namespace) -> int:
     import json
 
-    from elasticgang.checkpoint.locations import check_lasting, is_url
+    from elasticgang.checkpoint.locations import is_url
     from elasticgang.doctor.facts import gather
     from elasticgang.doctor.verdicts import Job, as_json, exit_code, judge, lines_of
-    from elasticgang.errors import NotSupportedError
     from elasticgang.launch.arguments import COORDINATOR_PORT
 
     address = None if args.coordinator is None else _host_and_port(args.coordinator)
     checkpoints: Path | str | None = args.checkpoint_dir
+    _check_lasting(args.checkpoint_dir)
     if args.checkpoint_dir is not None:
-        try:
-            check_lasting(args.checkpoint_dir)
-        except NotSupportedError as exc:
-            raise UsageError(f"--checkpoint-dir: {exc}") from exc
         checkpoints = args.checkpoint_dir if is_url(args.checkpoint_dir) else Path(args.checkpoint_dir)
     facts = gather(
         port=COORDINATOR_PORT,
@@ -360,6 +351,17 @@ def _check_run(args: argparse.Namespace) -> None:
         _check_module(args.script)
     elif not os.path.isfile(args.script):
         raise UsageError(f"there is no script at {args.script!r}")
+
+
+def _check_lasting(checkpoint_dir: str | None) -> None:
+    from elasticgang.checkpoint.locations import check_lasting
+    from elasticgang.errors import NotSupportedError
+
+    try:
+        if checkpoint_dir is not None:
+            check_lasting(checkpoint_dir)
+    except NotSupportedError as exc:
+        raise UsageError(f"--checkpoint-dir: {exc}") from exc
 
 
 def _check_job_id(job_id: str) -> None:

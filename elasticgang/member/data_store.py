@@ -16,6 +16,7 @@ from elasticgang.comm.agent_store import AgentStoreClient
 from elasticgang.comm.comm_process import translated
 from elasticgang.errors import OperationalError
 from elasticgang.member.generation import Generation
+from elasticgang.session.addresses import family_of
 
 _GROUP, _KEY = "data", "address"
 
@@ -45,8 +46,7 @@ class DataStore:
             raise translated("could not share the address of the store", str(error)) from None
 
     def _serve(self, host: str) -> str:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)
+        listener = socket.create_server((host, 0), family=family_of(host))
         port = listener.getsockname()[1]
         self._server = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return f"{host}:{port}"

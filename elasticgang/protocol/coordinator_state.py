@@ -193,9 +193,7 @@ class CoordinatorState:
     _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
     _before: Decision | None = None  # BACK: the one before, until an agent has accepted the newest
     _given_up: Decision | None = None  # BACK: the newest
-    _owing: set[str] = field(
-        default_factory=set
-    )  # UNACCEPTED: agents that were here without having accepted the record
+    _owing: set[str] = field(default_factory=set)  # UNACCEPTED: were here without having accepted the record
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
     _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes

@@ -7,7 +7,7 @@ import asyncio
 import socket
 from collections.abc import Iterable
 
-from elasticgang.session.addresses import distinct, failure_of
+from elasticgang.session.addresses import distinct, failure_of, family_of
 
 STAGGER_S = 0.5
 
@@ -52,7 +52,7 @@ def _take_done(
 
 
 async def _open(address: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    sock = socket.socket(family_of(address), socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, (address, port))

@@ -47,6 +47,7 @@ log = logging.getLogger("elasticgang")
 
 RUN = 4  # chunks of the full size in one request
 MAX_RUN = 256  # smaller ones
+_MAX_NOTED = 1024
 NUM_MEMORY_READERS = 2
 NUM_REQUESTS = 2  # under way on one connection: the holder sends the next run while this rank receives one
 STRIPE_BYTES = 16 << 20  # of the state for each holder that is asked at once (FETCH-6)
@@ -505,8 +506,6 @@ class StripedFetch:
             self._small = state
             self._changed.notify_all()
 
-
-_MAX_NOTED = 1024
 
 _noted: set[str] = set()
 

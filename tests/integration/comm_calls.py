@@ -5,19 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from elasticgang.collectives.collective import Collective, ReduceOperation
+from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess
 from elasticgang.comm.work import CommWork
 from elasticgang.process.death_watch import of_all_threads
+from elasticgang.process.forkserver import ForkServerClient
 from tests.integration.conftest import World
 from tests.support import wait_until
 
 GUARD_S = 20.0
 AT_ONCE_S = 10.0  # no timeout of these groups, which are 60 s; a machine may stand still for seconds
+
+
+def started_comm(forkserver: ForkServerClient, store: str, timeout: float) -> Future[CommProcess]:
+    """A process that is ready, as a `GroupSet` launches one."""
+    started: Future[CommProcess] = Future()
+    comm = CommProcess(forkserver, Arena(), store=store, host="127.0.0.1", timeout=timeout, group=0)
+    comm.wait_ready()
+    started.set_result(comm)
+    return started
 
 
 def all_reduce(world: World, tensors: list[Tensor], op: str = "SUM", group: str = "all") -> None:

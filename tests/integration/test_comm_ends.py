@@ -32,7 +32,7 @@ from elasticgang.errors import (
     StaleGenerationError,
 )
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
-from tests.integration.comm_calls import AT_ONCE_S, GUARD_S, all_reduce, kill, start_sum
+from tests.integration.comm_calls import AT_ONCE_S, GUARD_S, all_reduce, kill, start_sum, started_comm
 from tests.integration.conftest import World, Worlds
 from tests.support import wait_dead, wait_until
 
@@ -338,14 +338,7 @@ def test_a_work_of_a_configuration_that_was_closed_is_not_sent(worlds: Worlds) -
 def test_a_configuration_that_was_left_starts_nothing_in_the_process_that_it_had(
     forkserver: ForkServer, store: str
 ) -> None:
-    def launch() -> Future[CommProcess]:
-        started: Future[CommProcess] = Future()
-        comm = CommProcess(forkserver, Arena(), store=store, host="127.0.0.1", timeout=30.0, group=0)
-        comm.wait_ready()
-        started.set_result(comm)
-        return started
-
-    groups = GroupSet(launch)
+    groups = GroupSet(lambda: started_comm(forkserver, store, 30.0))
     tensor = torch.ones(3)
     collective = Collective("all_reduce", (tensor,), (tensor,))
     former = groups.open(GUARD_S)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import psutil
 import pytest
@@ -22,7 +21,7 @@ from elasticgang.comm.group_set import GroupSet
 from elasticgang.errors import PeerLostError
 from elasticgang.process.forkserver import ForkServer
 from elasticgang.process.stop_fence import is_halted
-from tests.integration.comm_calls import GUARD_S, settle, start_sum
+from tests.integration.comm_calls import GUARD_S, settle, start_sum, started_comm
 from tests.integration.conftest import Worlds
 from tests.support import REPOSITORY, wait_dead, wait_until
 
@@ -139,14 +138,7 @@ def test_a_process_that_uses_a_device_is_killed(
 def test_one_process_of_a_former_configuration_is_halted_at_most(
     forkserver: ForkServer, store: str, kept: None, pidfds: list[int]
 ) -> None:
-    def start() -> Future[CommProcess]:
-        started: Future[CommProcess] = Future()
-        comm = CommProcess(forkserver, Arena(), store=store, host="127.0.0.1", timeout=5.0, group=0)
-        comm.wait_ready()
-        started.set_result(comm)
-        return started
-
-    groups = GroupSet(start)
+    groups = GroupSet(lambda: started_comm(forkserver, store, 5.0))
     pids = []
     for number in range(3):
         present = groups.open(GUARD_S)
