@@ -22,7 +22,7 @@ def test_an_exception_on_every_rank_is_shown_once_and_whole(tmp_path: Path) -> N
     with Job(tmp_path, path, ranks=3) as job:
         assert job.wait() == 1
         job.assert_nothing_left()
-        assert job.stderr.count("ZeroDivisionError: division by zero") == 1
+        assert job.stderr.count("\nZeroDivisionError: division by zero\n") == 1
         assert job.stderr.count("Traceback (most recent call last)") == 1
         assert f'File "{path}", line' in job.stderr
         assert "runpy" not in job.stderr
@@ -91,7 +91,7 @@ def test_a_script_that_goes_on_after_an_exception_costs_one_change_of_generation
 def test_an_exception_before_joining_is_shown_too(tmp_path: Path) -> None:
     with Job(tmp_path, script(tmp_path, "raise ValueError('before')")) as job:
         assert job.wait() == 1
-        assert job.stderr.count("ValueError: before") == 1
+        assert job.stderr.count("\nValueError: before\n") == 1
 
 
 # AGENT-10
@@ -187,7 +187,7 @@ def test_a_step_in_which_the_script_fails_again_ends_the_job(tmp_path: Path) -> 
     with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=3) as job:
         assert job.wait() == 1
         job.assert_nothing_left()
-        assert job.stderr.count("ValueError: of the script") == 1
+        assert job.stderr.count("\nValueError: of the script\n") == 1
         assert job.stderr.count("Traceback (most recent call last)") == 1
         step = (tmp_path / "step").read_text()
         reason = rf"elasticgang: error: rank \d exited with code 1 in step {step}, in which rank \d had failed too$"
@@ -228,7 +228,7 @@ def test_a_rank_that_fails_whenever_it_comes_back_ends_the_job(tmp_path: Path) -
     with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=3) as job:
         assert job.wait() == 1
         job.assert_nothing_left()
-        assert job.stderr.count("ValueError: when it builds") == 1
+        assert job.stderr.count("\nValueError: when it builds\n") == 1
         error = "elasticgang: error: rank 1 exited with code 1 before it began a step, again"
         assert job.stderr.splitlines()[-1] == error
 
@@ -252,7 +252,7 @@ def test_an_exception_while_the_model_is_built_ends_the_job_at_once(tmp_path: Pa
     with Job(tmp_path, training(tmp_path, setup='if rank == 1: raise ValueError("while it builds")'), ranks=3) as job:
         assert job.wait() == 1
         job.assert_nothing_left()
-        assert job.stderr.count("ValueError: while it builds") == 1
+        assert job.stderr.count("\nValueError: while it builds\n") == 1
         error = "elasticgang: error: rank 1 exited with code 1 before its first committed step"
         assert job.stderr.splitlines()[-1] == error
         spawned = [event["local_rank"] for event in job.events() if event["event"] == "spawned"]
