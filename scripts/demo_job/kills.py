@@ -141,6 +141,7 @@ class ScheduledKills:
         self._schedule = draw_schedule(seed, ranks, every_s)
         self.drawn = [next(self._schedule)]
         self.carried_out: list[tuple[DueKill, Kill]] = []
+        self._is_held_up = False  # nobody may be killed now (KILL-2), though it is time for the last one drawn
 
     def tick(self, killer: Killer, run_log: RunLog) -> float:
         """Kill whom it is time for. Returns for how many seconds there is nothing to do."""
@@ -151,6 +152,7 @@ class ScheduledKills:
         if wait_s > 0:
             return wait_s
         kill = killer.kill(run_log, due.local_rank)
+        self._is_held_up = kill is None
         if kill is None:
             return _HELD_UP_S
         self.carried_out.append((due, kill))
@@ -160,8 +162,10 @@ class ScheduledKills:
 
     def asked(self, run_log: RunLog, num_happened: int) -> list[DueKill]:
         """What was due while the job ran; at least one, since a run without a kill shows nothing. What was due in its
-        last moments only if it happened: the job may end before that."""
+        last moments only if it happened: the job may end before that. Nor is one asked for that was held up to the end:
+        on a slow machine the ranks may not be back before that."""
         if run_log.started_at is None or not run_log.finished:
             return self.drawn
         end_s = min(finished.t for finished in run_log.finished) - run_log.started_at - _LAST_MOMENTS_S
-        return self.drawn[: max(1, num_happened, sum(due.after_s <= end_s for due in self.drawn))]
+        possible = self.drawn[:-1] if self._is_held_up else self.drawn
+        return self.drawn[: max(1, num_happened, sum(due.after_s <= end_s for due in possible))]

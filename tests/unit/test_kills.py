@@ -179,10 +179,25 @@ def test_a_run_that_is_over_before_the_first_kill_was_asked_for_one() -> None:
 
 
 class OfAnyRank:
-    """Kills whoever is due."""
+    """Kills whoever is due, unless nobody may be killed."""
 
-    def kill(self, run_log: RunLog, local_rank: int) -> Kill:
-        return Kill(f"m{local_rank}", local_rank, 100 + local_rank, 0.0, 0)
+    may_kill = True
+
+    def kill(self, run_log: RunLog, local_rank: int) -> Kill | None:
+        return Kill(f"m{local_rank}", local_rank, 100 + local_rank, 0.0, 0) if self.may_kill else None
+
+
+def test_a_kill_that_is_held_up_to_the_end_of_the_job_was_not_asked_for() -> None:
+    run_log = journal_of({0: (1, 1)})
+    run_log.started_at = -1e6  # all kills are due
+    kills, killer = ScheduledKills(0, 3, 5.0), OfAnyRank()
+    assert kills.tick(cast(Killer, killer), run_log) == 0.0
+    killer.may_kill = False
+    assert 0.0 < kills.tick(cast(Killer, killer), run_log) < 1.0
+    assert kills.asked(finished_at(1e6), 1) == kills.drawn[:1]
+    killer.may_kill = True
+    assert kills.tick(cast(Killer, killer), run_log) == 0.0
+    assert kills.asked(finished_at(1e6), 1) == kills.drawn, "it has been sent, and has not happened"
 
 
 def test_after_the_most_kills_the_ranks_are_left_alone() -> None:
