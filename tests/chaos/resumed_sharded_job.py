@@ -3,7 +3,8 @@ order of summation differs between numbers of ranks.
 
 `python resumed_sharded_job.py DIRECTORY SDP STEPS EVERY`. It appends each committed step and its loss to
 `steps-PID`, and writes `done-LOCAL_RANK` with its parts of the parameters and of what AdamW keeps. It waits in the
-step that stands in the file `hold`, while that is there.
+step that stands in the file `hold`, while that is there, and in a step without all ranks until another one waits to
+join.
 """
 
 from __future__ import annotations
@@ -146,8 +147,10 @@ def main() -> None:
     manager.register_state(seen=seen)
     manager.checkpoints(every_steps=every)
 
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
     def before_vote(step: Step) -> None:
-        while held(here / "hold") == step.index:
+        while held(here / "hold") == step.index or not (manager.num_members == num_ranks or manager.join_noticed):
             step.check()
             time.sleep(0.01)
 
