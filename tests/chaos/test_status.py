@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.chaos.job import BATCH_SIZE
-from tests.chaos.test_kills import JOB, at
+from tests.chaos.test_kills import JOB, at, histories
 from tests.integration.test_scalars import points_of
 from tests.support import Command, Job, kill, wait_until
 
@@ -31,8 +31,14 @@ def status(directory: Path, *options: str) -> tuple[int, str]:
         return code, running.stdout
 
 
-def held(directory: Path, ranks: int) -> bool:
-    return len(list(directory.glob(f"at-{HOLD}-*"))) == ranks
+def wait_until_held(job: Job, ranks: int) -> None:
+    """All ranks are in the step in which they wait, and the agent has told of all that was before: from now on no
+    number changes."""
+    wait_until(
+        lambda: len(list(job.directory.glob(f"at-{HOLD}-*"))) == ranks, "all ranks in the step in which they wait"
+    )
+    generations = [line["generation"] for history in histories(job.directory) for line in history]
+    job.expect("generation_change", generation=max(generations))
 
 
 def start(directory: Path, faults: list[Any], ranks: int = 2, options: Sequence[str] = ()) -> Job:
@@ -43,7 +49,7 @@ def start(directory: Path, faults: list[Any], ranks: int = 2, options: Sequence[
 def test_the_status_follows_a_job_through_a_kill_to_its_end(tmp_path: Path) -> None:
     faults = [at("body", 1), at("body", 1, "paused", **{"for": 0.01})]  # the others wait for it to come back
     with start(tmp_path, faults, ranks=3) as job:
-        wait_until(lambda: held(tmp_path, 3), "all ranks in the step in which they wait")
+        wait_until_held(job, 3)
         code, text = status(tmp_path / "status", str(tmp_path), "--json")
         found = json.loads(text)
         assert (code, found["state"], found["job"]) == (0, "running", f"job-{tmp_path.name}")
@@ -79,7 +85,7 @@ def test_the_status_follows_a_job_through_a_kill_to_its_end(tmp_path: Path) -> N
 
 def test_a_killed_agent_is_said_to_be_dead(tmp_path: Path) -> None:
     with start(tmp_path, []) as job:
-        wait_until(lambda: held(tmp_path, 2), "all ranks in the step in which they wait")
+        wait_until_held(job, 2)
         code, text = status(tmp_path / "running")
         assert code == 0
         assert f"job job-{tmp_path.name}: running" in text, "it is found without its name"
@@ -94,7 +100,7 @@ def test_a_killed_agent_is_said_to_be_dead(tmp_path: Path) -> None:
 def test_tokens_are_counted_once_for_each_sample(tmp_path: Path) -> None:
     """The ranks' mean tokens a step add up to the batch, however the ranks share it."""
     with start(tmp_path, []) as job:
-        wait_until(lambda: held(tmp_path, 2), "all ranks in the step in which they wait")
+        wait_until_held(job, 2)
         found = json.loads(status(tmp_path / "status", str(tmp_path), "--json")[1])
         assert abs(found["tokens_per_s"] / found["steps_per_s"] - BATCH_SIZE) < 1
         (tmp_path / f"go-{HOLD}").touch()
@@ -115,7 +121,7 @@ def test_page_metrics_and_terminal_show_the_same_numbers(tmp_path: Path) -> None
     faults = [at("body", 1), at("body", 1, "paused", **{"for": 0.01})]
     with start(tmp_path, faults, ranks=3, options=["--status-port", "0", "--metrics-port", "0"]) as job:
         at_url = urls(job)
-        wait_until(lambda: held(tmp_path, 3), "all ranks in the step in which they wait")
+        wait_until_held(job, 3)
         _, text = status(tmp_path / "status", str(tmp_path), "--json")
         terminal = json.loads(text)
 
@@ -149,7 +155,7 @@ def test_page_metrics_and_terminal_show_the_same_numbers(tmp_path: Path) -> None
 def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
     faults = [at("body", 1), at("body", 1, "paused", **{"for": 0.01})]
     with start(tmp_path, faults, ranks=3, options=["--tensorboard-dir", str(tmp_path / "scalars")]) as job:
-        wait_until(lambda: held(tmp_path, 3), "all ranks in the step in which they wait")
+        wait_until_held(job, 3)
         _, text = status(tmp_path / "status", str(tmp_path), "--json")
         terminal = json.loads(text)
         directory = tmp_path / "scalars" / terminal["job"]
@@ -187,7 +193,7 @@ def test_a_directory_for_scalars_that_cannot_be_made_is_an_error_before_the_job_
 def test_the_page_ends_with_a_killed_agent(tmp_path: Path) -> None:
     with start(tmp_path, [], options=["--status-port", "0", "--metrics-port", "0"]) as job:
         at_url = urls(job)
-        wait_until(lambda: held(tmp_path, 2), "all ranks in the step in which they wait")
+        wait_until_held(job, 2)
         assert "<title>elasticgang</title>" in read(at_url["page"])
         kill(job.process.pid)
         job.wait()
@@ -196,9 +202,8 @@ def test_the_page_ends_with_a_killed_agent(tmp_path: Path) -> None:
 
 def test_the_job_goes_on_without_the_process_that_serves_the_page(tmp_path: Path) -> None:
     with start(tmp_path, [], options=["--status-port", "0", "--metrics-port", "0"]) as job:
-        wait_until(lambda: held(tmp_path, 2), "all ranks in the step in which they wait")
-        (server,) = (each for each in job.processes() if "elasticgang.watch.server" in each.cmdline())
-        kill(server.pid)
+        wait_until_held(job, 2)
+        kill(job.page_server().pid)
         (tmp_path / f"go-{HOLD}").touch()
         assert job.wait() == 0, job.stderr
         assert [event["generation"] for event in job.events() if event["event"] == "generation"] == [1]
