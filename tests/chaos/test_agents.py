@@ -162,9 +162,10 @@ def test_a_rank_that_hangs_is_found_by_its_agent_though_only_those_of_others_wai
         options = ["--hang-timeout", f"{LIMIT_S:g}"]
         first, second = (cluster.start(nnodes="2:9", ranks=1, options=options) for _ in range(2))
         cluster.reached(5, 2)
-        os.kill(second.rank_pid(0), signal.SIGSTOP)
+        stopped = second.rank_pid(0)
+        os.kill(stopped, signal.SIGSTOP)
         cluster.release(5)
-        second.expect("hung", pid=second.rank_pid(0))
+        second.expect("hung", pid=stopped)
         second.expect("spawned", count=2)
         cluster.reached(12, 1)
         cluster.release(12)
