@@ -119,9 +119,13 @@ def check_samples(found: list[list[dict[str, Any]]]) -> None:
 
 
 def check_recoveries(job: Job, recovery_s: float) -> None:
+    """From a death: its `exited` may come after the next generation, and the one after that waits for a rank that
+    starts."""
     events = job.events()
+    killed = {event["member"] for event in events if event["event"] == "exited" and event["status"] == -9}
     for place, event in enumerate(events):
-        if event["event"] == "exited" and event["status"] == -9:
+        if event["event"] in ("exit_began", "exited") and event["member"] in killed:
+            killed.remove(event["member"])
             following = next((later for later in events[place:] if later["event"] == "generation"), None)
             assert following is None or following["t"] - event["t"] < recovery_s, f"{event} to {following}"
 
