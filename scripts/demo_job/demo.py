@@ -112,6 +112,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-kills", type=_integer, metavar="N", help="leave the ranks alone after N kills (default: kill to the end)"
     )
     parser.add_argument(
+        "--pause",
+        type=_seconds,
+        metavar="SECONDS",
+        help="each rank sleeps so long in each step, so that a quick machine does not end the job before its first "
+        "kill; not in the reference (default: no pause)",
+    )
+    parser.add_argument(
         "--seed",
         type=_integer,
         default=0,
@@ -286,7 +293,9 @@ def spec_of(args: argparse.Namespace, directory: Path, *, is_reference: bool = F
     is_divided = layout.unit > 1
     is_alone = is_reference and (is_divided or args.reproducible)
     ranks, spares = 1 if is_alone else args.ranks, 0 if is_reference else args.spares
-    train_args = ("--reduction", "reproducible" if args.reproducible else "sum")
+    train_args = ["--reduction", "reproducible" if args.reproducible else "sum"]
+    if args.pause is not None and not is_reference:
+        train_args += ["--pause", str(args.pause)]
     if not is_divided:
         return JobSpec(ranks, args.steps, args.seed, directory, train_args, spares=spares)
     has_second_host = bool(layout.fallback) and not is_alone and not args.no_kill

@@ -26,6 +26,13 @@ def demo(directory: Path, *args: str, fresh: bool = False) -> Command:
     return Command(directory, [sys.executable, "-m", "scripts.demo_job.demo", *given], preloaded=not fresh)
 
 
+def trains(steps: int, kill_every_s: float) -> list[str]:
+    """So many steps, for longer than the longest wait for the first kill (1.4 times the mean one), however quick the
+    machine is."""
+    pause_s = 1.5 * kill_every_s / steps
+    return ["--steps", str(steps), "--kill-every", f"{kill_every_s:g}", "--pause", f"{pause_s:.4f}"]
+
+
 def summary_of(command: Command) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((command.directory / "run" / "summary.json").read_text())
     return found
@@ -33,7 +40,7 @@ def summary_of(command: Command) -> dict[str, Any]:
 
 @pytest.mark.timeout(360)
 def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
-    with demo(tmp_path, "--no-reference", "--steps", "60", "--kill-every", "2", fresh=True) as command:
+    with demo(tmp_path, "--no-reference", *trains(60, 2), fresh=True) as command:
         assert command.wait(300.0) == 0, command.stdout + command.stderr
         command.assert_nothing_left()
         summary = summary_of(command)
@@ -43,13 +50,17 @@ def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
         schedule = summary["kill_schedule"]
         assert len(schedule["drawn"]) == summary["kills_asked"] == summary["kills"] >= 1
         events = [json.loads(line) for line in (tmp_path / "run" / "main" / "events.jsonl").read_text().splitlines()]
+        sent = {kill["pid"] for kill in schedule["carried_out"]}
         retired = {event["member"] for event in events if event["event"] == "retired"}  # at the end, without state
-        exited = [event for event in events if event["event"] == "exited" and event["member"] not in retired]
+        exited = [event for event in events if event["event"] == "exited"]
+        exited = [event for event in exited if event["pid"] in sent or event["member"] not in retired]
         killed = [event["pid"] for event in exited if event["status"] == -signal.SIGKILL]
         assert sorted(killed) == sorted(kill["pid"] for kill in schedule["carried_out"] if kill["happened"])
         assert len(killed) == summary["kills"]
         assert summary["generations"] == sum(event["event"] == "generation" for event in events)
-        assert summary["recovery_ms"]["p50"] <= summary["recovery_ms"]["max"]
+        num_measured = summary["kills"] - summary["not_measured"]["recovery_ms"]  # not before the first generation
+        median_ms, longest_ms = (summary["recovery_ms"][name] for name in ("p50", "max"))
+        assert (median_ms, longest_ms) == (None, None) if num_measured == 0 else median_ms <= longest_ms
         assert summary["final_loss"] < 4.0
         assert summary["reference_final_loss"] is None
         assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -58,7 +69,7 @@ def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(360)
 def test_a_reproducible_demo_ends_in_the_bits_of_one_undisturbed_rank(tmp_path: Path) -> None:
-    with demo(tmp_path, "--reproducible", "--ranks", "3", "--steps", "40", "--kill-every", "2") as command:
+    with demo(tmp_path, "--reproducible", "--ranks", "3", *trains(40, 2)) as command:
         assert command.wait(300.0) == 0, command.stdout + command.stderr
         summary = summary_of(command)
         assert summary["kills"] >= 1
@@ -70,7 +81,7 @@ def test_a_reproducible_demo_ends_in_the_bits_of_one_undisturbed_rank(tmp_path: 
 def test_a_reproducible_demo_of_shards_ends_in_the_bits_of_one_undisturbed_rank(tmp_path: Path) -> None:
     """Through a fallback layout and back."""
     layout = "sdp=2,min_replicas=2/sdp=1"
-    with demo(tmp_path, "--reproducible", "--layout", layout, "--steps", "150", "--kill-every", "6") as command:
+    with demo(tmp_path, "--reproducible", "--layout", layout, *trains(150, 6)) as command:
         assert command.wait(560.0) == 0, command.stdout + command.stderr
         assert "one undisturbed rank's: equal (" in command.stdout
     summary = summary_of(command)
@@ -92,8 +103,7 @@ def test_a_reproducible_demo_of_shards_ends_in_the_bits_of_one_undisturbed_rank(
 )
 def test_a_demo_of_each_layout_survives_its_kills(layout: str, steps: int, every_s: int, tmp_path: Path) -> None:
     """Two replica groups and a spare; the losses are those of one rank that holds the whole model."""
-    given = ["--layout", layout, "--steps", str(steps), "--kill-every", str(every_s)]
-    with demo(tmp_path, *given) as command:
+    with demo(tmp_path, "--layout", layout, *trains(steps, every_s)) as command:
         assert command.wait(560.0) == 0, command.stdout + command.stderr
         command.assert_nothing_left()
     summary = summary_of(command)
@@ -118,7 +128,7 @@ def test_a_demo_of_each_layout_survives_its_kills(layout: str, steps: int, every
 )
 def test_a_demo_takes_its_fallback_layout_under_kills(layout: str, fallback: str, steps: int, tmp_path: Path) -> None:
     """A host is lost while ranks of the other one are killed."""
-    with demo(tmp_path, "--layout", layout, "--steps", str(steps), "--kill-every", "4") as command:
+    with demo(tmp_path, "--layout", layout, *trains(steps, 4)) as command:
         assert command.wait(560.0) == 0, command.stdout + command.stderr
         command.assert_nothing_left()
     summary = summary_of(command)

@@ -26,6 +26,7 @@ from scripts.demo_job import demo
             ["--kill-every", "x"],
             "argument --kill-every: must be a number of seconds greater than 0, but is 'x' instead",
         ),
+        (["--pause", "0"], "argument --pause: must be a number of seconds greater than 0, but is '0' instead"),
         (["--max-kills", "0"], "--max-kills must be at least 1, but is 0 instead; or add --no-kill"),
         (["--kill-every", "nan"], "argument --kill-every: must be a number of seconds greater than 0"),
         (["--output-dir", __file__], "is not a folder"),
