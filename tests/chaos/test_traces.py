@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from elasticgang.watch.traces import trace_id
 from tests.chaos.several import SLOW_S, Cluster, generation_of
 from tests.chaos.test_kills import JOB, at, check
+from tests.chaos.test_status import read
 from tests.support import DEADLINE_S, Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -114,7 +116,12 @@ def test_what_happened_last_is_exported_at_the_end_of_the_job(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")  # ms: nothing before the end
     faults = [at("body", 1)]
     with receiver(monkeypatch) as server:
-        with Job(tmp_path, JOB, "--output-dir", str(tmp_path), "--faults", json.dumps(faults), ranks=3) as job:
+        arguments = ["--output-dir", str(tmp_path), "--faults", json.dumps(faults), "--holds", "[25]"]
+        with Job(tmp_path, JOB, *arguments, ranks=3, options=["--status-port", "0"]) as job:
+            job.expect_line("the page of this job: ")
+            (page,) = re.findall(r"the page of this job: (http://\S+)", job.stderr)
+            assert read(page)  # the process that exports has started: the job may be quicker
+            (tmp_path / "go-25").touch()
             job.wait()
             job.assert_nothing_left()
         check(job, faults, alone)
