@@ -77,9 +77,12 @@ def store() -> Iterator[str]:
 class World:
     """Some comm processes with a group of each name, driven from this process. Rank `r` is `comms[r]`."""
 
-    def __init__(self, forkserver: ForkServerClient, store: str, size: int, timeout: float) -> None:
+    def __init__(
+        self, forkserver: ForkServerClient, store: str, size: int, timeout: float, num_threads: int = 16
+    ) -> None:
+        """`num_threads`: as of `Ring`."""
         self._forkserver, self._store, self._timeout = forkserver, store, timeout
-        self._threads = ThreadPoolExecutor(16)
+        self._threads = ThreadPoolExecutor(num_threads)
         self.arena = Arena()
         self.comms = [self.start() for _ in range(size)]
         self.prefix = ""
@@ -137,8 +140,10 @@ Worlds = Callable[..., World]
 def worlds(forkserver: ForkServer, store: str) -> Iterator[Worlds]:
     made: list[World] = []
 
-    def make(size: int = 2, *, timeout: float = 30.0, names: Sequence[str] | None = ("all",)) -> World:
-        made.append(World(forkserver, store, size, timeout))
+    def make(
+        size: int = 2, *, timeout: float = 30.0, names: Sequence[str] | None = ("all",), num_threads: int = 16
+    ) -> World:
+        made.append(World(forkserver, store, size, timeout, num_threads))
         if names is not None:
             made[-1].configure(names)
         return made[-1]

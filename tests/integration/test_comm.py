@@ -263,7 +263,7 @@ def test_a_smaller_and_then_a_larger_group(worlds: Worlds) -> None:
 
 
 def test_nothing_is_left_behind_by_fifty_generations(worlds: Worlds) -> None:
-    world = worlds(2)
+    world = worlds(2, num_threads=2)
 
     def live_through(number: int) -> None:
         world.configure([f"a{number}", "b"])
