@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from elasticgang.comm import device_progress
 from elasticgang.comm.device_progress import DeviceProgress
 from tests.integration.fake_cuda import Event, FakeCuda
 from tests.support import wait_until
@@ -45,7 +46,9 @@ class Followed:
 
 
 @pytest.fixture
-def followed() -> Iterator[Followed]:
+def followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    """No thread looks before the test does: it might have found what the test looks for, and not told it yet."""
+    monkeypatch.setattr(device_progress, "POLL_S", 60.0)
     followed = Followed()
     yield followed
     followed.progress.close()
@@ -66,7 +69,8 @@ def test_a_collective_has_completed_once_the_device_has_passed_it(followed: Foll
 
 
 # PASSED-1, PASSED-3
-def test_a_thread_looks_too_and_disturbs_no_capture(followed: Followed) -> None:
+def test_a_thread_looks_too_and_disturbs_no_capture(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_progress, "POLL_S", 0.05)
     followed.follow("first").let_pass()
     wait_until(lambda: followed.told, "the look of the thread")
     assert followed.told == ["first passed"]
