@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ from elasticgang.session.credentials import Credentials
 from elasticgang.session.secret import Secret
 
 DEADLINE_S = 60.0
-# Fast, so that a silent agent is lost within the test; but a machine that stands still for a second ends no lease.
-QUICK = Timeouts(lease_s=4.0, grace_s=0.2, lost_after_s=5.0, heartbeat_s=0.1, answer_s=0.5, founding_s=2.0)
+# Fast, so that a silent agent is lost within the test; but a machine that stands still for a second ends no lease and
+# no session.
+QUICK = Timeouts(lease_s=4.0, grace_s=0.2, lost_after_s=5.0, heartbeat_s=0.1, answer_s=2.0, founding_s=2.0)
+# Where no agent is to be lost.
+PATIENT = replace(QUICK, lease_s=DEADLINE_S, lost_after_s=2 * DEADLINE_S, answer_s=DEADLINE_S)
 CREDENTIALS = Credentials(Secret(b"0123456789abcdef"))
 
 

@@ -41,7 +41,8 @@ from elasticgang.session.handshake import AGENT, Identity
 from elasticgang.session.messages import encode
 from elasticgang.session.operator_client import grant
 from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
-from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, Agent, Job, found, full_listener, play
+from tests.integration import led_jobs
+from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, PATIENT, Agent, Job, found, full_listener, play
 from tests.support import PROMPT_S, reserved_port
 
 NAME = "coordinator.example"
@@ -178,7 +179,9 @@ async def why_unreached(job: Job, credentials: Credentials, limit_s: float = 2.0
 
 
 # CONTROL-8
-def test_an_agent_is_told_that_the_state_of_its_job_is_damaged(tmp_path: Path) -> None:
+def test_an_agent_is_told_that_the_state_of_its_job_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(led_jobs, "QUICK", PATIENT)  # a coordinator that refuses them renews no lease
+
     async def test(job: Job) -> None:
         a, b = await found(job)
         await job.stop()
