@@ -296,9 +296,11 @@ def on_terminal(*arguments: str) -> str:
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=theirs, timeout=DEADLINE_S, check=True)
     finally:
         os.close(theirs)
-    with open(ours, "rb") as file, contextlib.suppress(OSError):  # EIO: the other end is closed
-        return file.read1().decode()
-    return ""
+    drawn = b""
+    with open(ours, "rb") as file, contextlib.suppress(OSError):  # EIO: the other end is closed, and all is read
+        while part := file.read1():
+            drawn += part
+    return drawn.decode()
 
 
 def test_a_terminal_shows_the_progress_of_an_export_and_of_a_verification(tmp_path: Path) -> None:
