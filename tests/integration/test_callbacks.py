@@ -71,8 +71,8 @@ def test_a_callback_waits_for_collectives_three_deep(kind: str, rings: Rings) ->
     ring = ring_of(rings, kind)
     for _ in range(10):
         assert [found.tolist() for found in ring.each(lambda rank: nested(ring[rank]))] == [[9.0] * 4] * SIZE
-    if kind in KINDS:
-        assert max(num_threads(pg) for pg in ring.groups) <= DEPTH + 1
+    if kind in KINDS:  # threads that are no longer needed may be about to end
+        wait_until(lambda: max(map(num_threads, ring.groups)) <= DEPTH + 1, "no more threads than needed", PROMPT_S)
 
 
 @kinds
