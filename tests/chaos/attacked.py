@@ -218,9 +218,14 @@ class AttackedJob:
         return wait_until(found, f"a line with {parts}")
 
     def lose_rank(self) -> None:
-        """It heals from the other one."""
-        kill(self.agents[0].rank_pid(0))
-        self.agents[0].expect("entered", generation=3)
+        """Another one takes its place, heals from the other agent's rank, and trains on. It may start so early that the
+        next generation has it already."""
+        agent = self.agents[0]
+        kill(agent.rank_pid(0))
+        started = agent.expect("spawned", count=2)
+        agent.expect("healed", member=started["member"])
+        path = agent.directory / f"steps-{started['pid']}"
+        wait_until(lambda: path.exists() and path.read_text().count("\n") > _MORE_STEPS, "steps of the new rank")
 
     def __enter__(self) -> AttackedJob:
         return self
