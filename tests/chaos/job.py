@@ -20,6 +20,7 @@ the same effect.
     slots   it first waits until other ranks have finished so many slots in this try of the step
     voted   it first waits until so many other ranks have voted in this try of the step
     votes   only within the vote of a step, of the sums that a step has
+    without the others enter the next generation before those that it kills start again
 
 `--holds` are steps in which every rank waits for a file, `go-STEP`, or for the end of the generation.
 
@@ -120,6 +121,8 @@ class Faults:
         )
 
     def at(self, place: str) -> None:
+        if place in ("start", "entered"):
+            self._go_without(place)
         if place in ("step", "totals_received", "votes_received"):
             self._is_voting = place == "totals_received"
         if place == "sum_published" and self._is_voting and any("voted" in spec for spec in self._specs):
@@ -136,6 +139,18 @@ class Faults:
                 file.write(str(generation))
                 file.flush()
                 self._do(spec.get("kill", "self"), float(spec.get("for", 0)))
+
+    def _go_without(self, place: str) -> None:
+        """Ranks that a fault with `without` has killed wait at their start until another one has entered without
+        them."""
+        for number, spec in enumerate(self._specs):
+            fired, gone = self._fired(number), self._directory / f"without-{number}"
+            if not spec.get("without") or not fired.exists():
+                continue
+            if place == "start":
+                wait_until(gone.exists, "the next generation of the others")
+            elif self.manager is not None and (told := fired.read_text()) and self.manager.generation > int(told):
+                gone.touch()
 
     def slot_done(self, slot: int) -> None:
         """The backward of a slot of the step under way has ended."""

@@ -23,7 +23,10 @@ LAST = 19
 Scenario = tuple[Sizes, list[dict[str, Any]]]
 
 SCENARIOS: dict[str, Scenario] = {
-    "eight ranks in pairs, without a spare": (Sizes(active=8, tp=2), [at("forward", 3), at("votes_received", 0)]),
+    "eight ranks in pairs, without a spare": (
+        Sizes(active=8, tp=2),
+        [at("forward", 3, without=True), at("votes_received", 0)],
+    ),
     "stages, and a spare": (
         Sizes(active=4, spares=1, pp=2),
         [at("forward", 0), at("forward", 3), at("votes_received", 1)],
@@ -125,7 +128,7 @@ def test_without_a_spare_a_pair_is_given_up_until_the_next_join_fills_the_hole(
 
 def test_what_is_left_of_two_pairs_makes_one_and_nobody_heals(tmp_path: Path, reference: Reference) -> None:
     """Ranks 1 and 2 have the model between them, and what they keep is what they held."""
-    sizes, faults = Sizes(active=4, tp=2), [at("body", 0, [0, 3])]
+    sizes, faults = Sizes(active=4, tp=2), [at("body", 0, [0, 3], without=True)]
     job = run(tmp_path, sizes, faults)
     check(job, sizes, faults, reference)
     after = [event for event in job.events() if event["event"] == "generation"][1]
@@ -146,7 +149,7 @@ def test_where_no_replica_group_is_whole_the_spares_heal_before_the_next_step(
 
 def test_who_moves_to_another_part_of_the_model_builds_and_heals_it(tmp_path: Path, reference: Reference) -> None:
     """Of three pairs, two first halves die: one of the second halves that are left takes one's place."""
-    sizes, faults = Sizes(active=6, tp=2), [at("body", 0, [0, 2])]
+    sizes, faults = Sizes(active=6, tp=2), [at("body", 0, [0, 2], without=True)]
     check(run(tmp_path, sizes, faults), sizes, faults, reference)
     built = [[line["part"] for line in lines if line["kind"] == "built"] for lines in histories(tmp_path).values()]
     assert [[0, 0, 1], [0, 0, 0]] in built
