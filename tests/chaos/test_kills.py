@@ -220,7 +220,8 @@ SCENARIOS: dict[str, list[Fault]] = {
         at("totals_received", 1, step=NUM_STEPS - 1),
         soon("finished", 2),
     ],
-    "in the last apply": [at("torn", 0, [0, 1], step=NUM_STEPS - 1)],
+    "two ranks in the apply before the last": [at("torn", 0, [0, 1], step=NUM_STEPS - 1)],
+    "in the last apply": [at("torn", 0, step=NUM_STEPS)],
 }
 
 
