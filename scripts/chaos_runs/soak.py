@@ -15,7 +15,7 @@ process, which holds the whole model.
 
 The number of steps is what would nearly fill --minutes undisturbed, by the speed of a first run: under faults the job
 takes longer, and what is left after --minutes, and after --min-faults, is done without. A job that has had fewer than
---min-faults when it ends fails.
+--min-faults when it ends fails. So with --pause, which limits the speed, it has steps enough for them.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ _STALL_S = 90.0
 _SHARE = 0.9  # of the steps that the undisturbed rate makes in that time
 _CALIBRATION = (20, 140)  # from that step to that one
 _MIN_STEPS = 60
+_ROOM = 1.5  # a fault waits for its moment, or is not done
 
 
 class SoakFailedError(Exception):
@@ -77,6 +78,15 @@ def _wait_for_steps(fleet: Fleet, num_steps: int) -> float:
             break
         time.sleep(_TICK_S)
     raise SoakFailedError(f"the job does not start; see {fleet.spec.directory}")
+
+
+def num_steps_at(args: argparse.Namespace, rate: float) -> int:
+    """How many steps the job has, by its undisturbed `rate` in steps a second. With --pause they last for --min-faults,
+    however slow the machine was while the rate was measured."""
+    steps = args.minutes * 60 * rate * _SHARE
+    if args.pause > 0:
+        steps = max(steps, _ROOM * args.min_faults * args.every / args.pause)
+    return max(_MIN_STEPS, int(steps))
 
 
 def soak(args: argparse.Namespace, fleet: Fleet, injector: FaultInjector, num_steps: int) -> None:
@@ -254,7 +264,7 @@ def run(args: argparse.Namespace, directory: Path) -> int:
     num_steps = args.steps
     if num_steps is None:
         rate = calibrate(args, directory / "calibration")
-        num_steps = max(_MIN_STEPS, int(args.minutes * 60 * rate * _SHARE))
+        num_steps = num_steps_at(args, rate)
         print(f"{rate:.1f} steps a second undisturbed; {num_steps} steps under faults", file=sys.stderr, flush=True)
     began = time.monotonic()
     with Fleet(fleet_spec(args, num_steps, directory / "job")) as fleet:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from scripts.chaos_runs.soak import num_steps_at, parse_args
 from tests.support import run_preloaded
 
 SOAK = [sys.executable, "-m", "scripts.chaos_runs.soak"]
@@ -23,18 +24,23 @@ def soak(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     return run_preloaded([*SOAK, *arguments], timeout=timeout_s)
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     options = ["--minutes", "0.5", "--pause", "0.1", "--seed", "7"]  # the pause leaves the cores to the tests beside
     options += ["--min-faults", "8"]  # a slow machine needs longer for them
     options += ["--reproducible"]  # and so the result is checked to the last bit
-    done = soak(*options, "--output-dir", str(tmp_path), timeout_s=400)
+    done = soak(*options, "--output-dir", str(tmp_path), timeout_s=570)
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] is True
     assert summary["num_faults"] >= 8
     assert len(summary["by_kind"]) >= 4
     assert summary["generations"] >= summary["num_faults"] / 3
+
+
+def test_a_job_whose_speed_was_measured_in_a_slow_moment_lasts_for_its_faults() -> None:
+    args = parse_args(["--minutes", "0.5", "--pause", "0.1", "--min-faults", "8"])
+    assert num_steps_at(args, rate=0.5) * args.pause > args.min_faults * args.every
 
 
 @pytest.mark.timeout(420)
