@@ -52,7 +52,7 @@ _STALL_S = 90.0
 _SHARE = 0.9  # of the steps that the undisturbed rate makes in that time
 _CALIBRATION = (20, 140)  # from that step to that one
 _MIN_STEPS = 60
-_ROOM = 1.5  # a fault waits for its moment, or is not done
+_ROOM = 3.0  # a fault waits for its moment, or is not done
 
 
 class SoakFailedError(Exception):

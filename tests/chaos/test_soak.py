@@ -27,7 +27,7 @@ def soak(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(600)
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     options = ["--minutes", "0.5", "--pause", "0.1", "--seed", "7"]  # the pause leaves the cores to the tests beside
-    options += ["--min-faults", "8"]  # a slow machine needs longer for them
+    options += ["--min-faults", "8", "--every", "1"]  # a slow machine needs longer for them
     options += ["--reproducible"]  # and so the result is checked to the last bit
     done = soak(*options, "--output-dir", str(tmp_path), timeout_s=570)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,8 +39,8 @@ def test_random_faults_break_no_promise(tmp_path: Path) -> None:
 
 
 def test_a_job_whose_speed_was_measured_in_a_slow_moment_lasts_for_its_faults() -> None:
-    args = parse_args(["--minutes", "0.5", "--pause", "0.1", "--min-faults", "8"])
-    assert num_steps_at(args, rate=0.5) * args.pause > args.min_faults * args.every
+    args = parse_args(["--minutes", "0.5", "--pause", "0.1", "--min-faults", "8", "--every", "1"])
+    assert num_steps_at(args, rate=0.5) * args.pause > 2 * args.min_faults * args.every
 
 
 @pytest.mark.timeout(420)
