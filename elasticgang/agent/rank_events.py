@@ -24,7 +24,7 @@ from elasticgang.protocol.agent_events import (
     ScriptRaised,
 )
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
-from elasticgang.protocol.agent_state import describe_exit
+from elasticgang.protocol.agent_state import LEFT_STEP, describe_exit
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS, fault_in_output
 from elasticgang.protocol.record import checkpoint_from_json, layout_from_json, member_from_json
@@ -62,10 +62,12 @@ class RankEvents:
                 if report.draining and not message["broken"]:
                     cause = f"rank {rank.local_rank} drains, and a spare may replace it"
                     reporter.caused(cause, "drain", time.monotonic())
+                left_step = bool(message["left_step"])
+                if left_step and self._has_seat(rank.member):  # a peer may have noticed its end, and requested before
+                    reporter.caused(f"rank {rank.local_rank} {LEFT_STEP}", "abort", time.monotonic(), is_root=True)
                 checkpoint = checkpoint_from_json(message["checkpoint"])
                 settings = tuple((str(name), str(value)) for name, value in message["settings"].items() if value)
                 why = message["broken"], message["timed_out"]
-                left_step = bool(message["left_step"])
                 self._handle(
                     RecordRequested(rank.member, report, layout, *why, checkpoint, settings, left_step=left_step)
                 )

@@ -83,6 +83,8 @@ _MAX_BACKOFF_S = 10.0
 _FREE_DEATHS = 5
 _MAX_NOT_STARTED = 12  # about a minute and a half
 
+LEFT_STEP = "left a step by an exception, and goes on"  # of a rank, in messages
+
 # The signals by which a process is ended from outside; any other signal is the script's own crash.
 _KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
@@ -285,7 +287,7 @@ class AgentState:
             return [RetireMembers((event.member,), "the job has finished")]
         instructions: list[Instruction] = []
         if event.broken and not newcomer:
-            own = "left a step by an exception, and goes on" if event.left_step else self._unloaded(event)
+            own = LEFT_STEP if event.left_step else self._unloaded(event)
             what = own or ("timed out in a collective" if event.timed_out else "lost a peer")
             instructions = self._abort(f"rank {rank.local_rank} {what}", is_effect=not own)
         instructions += self._request_if_ready()

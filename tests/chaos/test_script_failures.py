@@ -10,6 +10,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.training_scripts import script, training
 from tests.support import Job
 
@@ -45,8 +47,10 @@ def test_nothing_is_told_after_why_the_job_has_failed(tmp_path: Path) -> None:
 
 
 # MANAGER-19
-def test_a_script_that_goes_on_after_an_exception_costs_one_change_of_generation(tmp_path: Path) -> None:
-    """The other rank waits for no time-out, and what forward has changed is put back."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_script_that_goes_on_after_an_exception_costs_one_change_of_generation(tmp_path: Path, first: int) -> None:
+    """The other rank waits for no time-out, and what forward has changed is put back. Of the two, `first` requests the
+    next generation first: the cause is the same."""
     path = script(
         tmp_path,
         f"""\
@@ -54,6 +58,8 @@ def test_a_script_that_goes_on_after_an_exception_costs_one_change_of_generation
         import torch
         from torch import nn
         import elasticgang as eg
+        from elasticgang import testing
+        from tests.support import wait_until
 
         here, rank = pathlib.Path({str(tmp_path)!r}), int(os.environ["LOCAL_RANK"])
         manager = eg.join()
@@ -64,6 +70,10 @@ def test_a_script_that_goes_on_after_an_exception_costs_one_change_of_generation
         manager.register_state(model=model, optim=optim)
         tries = []
         for step in manager.steps(5):
+            if step.index == 3 and rank == {first}:
+                testing.fail_at("requested", (here / "requested").touch)
+            elif step.index == 3:
+                testing.fail_at("requesting", lambda: wait_until((here / "requested").exists, "the other rank"))
             try:
                 with step:
                     tries.append((step.index, int(norm.num_batches_tracked)))
