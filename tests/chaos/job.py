@@ -12,11 +12,13 @@ the same effect.
             to stand still for ever: "stop" (SIGSTOP), "stop-comm", "stop-all" (both), "lock", "gil"; or for the seconds
             of `for`: "busy", "paused";
             to go: "drain" (SIGTERM to itself), "leave" (`manager.leave()`);
-            "see-off": to wait until those that were told to go are gone
+            "see-off": to wait until those that were told to go are gone;
+            "await-next": to wait until the fault after it has happened
     full    only once all ranks are active in a generation after that of the fault before (the default), or at any time
     free    it waits for no other fault
     step    only in this step
     later   only in a generation after that of the fault before
+    alone   only in a generation without other ranks
     slots   it first waits until other ranks have finished so many slots in this try of the step
     voted   it first waits until so many other ranks have voted in this try of the step
     votes   only within the vote of a step, of the sums that a step has
@@ -139,6 +141,8 @@ class Faults:
                 file.write(str(generation))
                 file.flush()
                 self._do(spec.get("kill", "self"), float(spec.get("for", 0)))
+                if spec.get("kill") == "await-next":
+                    wait_until(self._fired(number + 1).exists, "the next fault")
 
     def _go_without(self, place: str) -> None:
         """Ranks that a fault with `without` has killed wait at their start until another one has entered without
@@ -194,6 +198,8 @@ class Faults:
         told = before.read_text() if before.exists() else ""  # empty while the one before is just happening
         if spec.get("later") and (manager is None or not told or manager.generation <= int(told)):
             return False
+        if spec.get("alone") and (manager is None or manager.num_members != 1):
+            return False
         if not spec.get("full", True):
             return True
         if manager is None or manager.num_active < self._num_active - self._num_going or not self._are_all_seated():
@@ -203,7 +209,7 @@ class Faults:
         return bool(told) and manager.generation > int(told)
 
     def _do(self, what: str | list[int], seconds: float) -> None:
-        assert self.manager is not None or isinstance(what, list) or what in ("self", "drain", "raise")
+        assert self.manager is not None or isinstance(what, list) or what in ("self", "drain", "raise", "await-next")
         match what:
             case "raise":
                 raise OSError(errno.EIO, "a disk of this machine")
@@ -225,6 +231,8 @@ class Faults:
             case "leave":
                 assert self.manager is not None
                 self.manager.leave()
+            case "await-next":
+                pass  # `at` waits
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "stop-comm":

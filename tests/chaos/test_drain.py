@@ -188,7 +188,8 @@ def test_the_only_one_with_state_goes_once_another_has_it(tmp_path: Path, alone:
 
 def test_the_only_one_with_state_stays_for_one_that_waits_to_join(tmp_path: Path, alone: str) -> None:
     """Alone in its generation, it is told to go when it has heard that somebody comes back."""
-    faults = [at("body", 1, step=3), soon("body", 0, "drain", later=True)]
+    is_alone = soon("step", 0, "busy", alone=True, free=True)
+    faults = [at("body", 1, step=3), soon("start", 1, "await-next"), is_alone, soon("body", 0, "drain", alone=True)]
     job = run(tmp_path, faults, ranks=2)
     check(job, faults, alone)
     assert [event["status"] for event in job.events() if event["event"] == "exited"] == [-9, 0, 0]
