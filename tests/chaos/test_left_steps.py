@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos import sharded
 from tests.chaos.sharded import Reference, Sizes
-from tests.chaos.test_kills import at
+from tests.chaos.test_kills import BACK, at
 
 NUM_STEPS = 6
 
@@ -43,7 +43,7 @@ def test_gradients_that_a_sharded_stage_adds_are_forgotten_with_a_lost_step(
 def test_the_order_of_a_forward_is_forgotten_with_a_lost_step(tmp_path: Path, reference: Reference) -> None:
     """A collective behind the forward ends the step of the killed rank's peer, whose backward does not begin. The new
     rank beside it has had no forward."""
-    sizes, faults = Sizes(active=4, sdp=2, fsdp=True), [at("forward", 1, step=2)]
+    sizes, faults = Sizes(active=4, sdp=2, fsdp=True), [at("forward", 1, step=2), BACK]
     job = sharded.run(tmp_path, sizes, faults, steps=NUM_STEPS, options=["--sums"])
     sharded.check(job, sizes, faults, reference)
     assert "timed out" not in job.stderr
