@@ -69,6 +69,8 @@ def test_lost_data_workers_are_events_and_end_no_generation(tmp_path: Path) -> N
     with Job(tmp_path, path, ranks=2, options=[*options, "--job-id", f"job-{tmp_path.name}"]) as job:
         at_url = urls(job)
         wait_until(lambda: len(list(tmp_path.glob("last-but-one-*"))) == 2, "the last but one step")
+        for kind in ("died", "hung"):  # the agent may be later than the ranks
+            job.expect("data_worker_lost", kind=kind)
         losses = [event for event in job.events() if event["event"] == "data_worker_lost"]
         found = json.loads(status(tmp_path / "status", str(tmp_path), "--json")[1])
         text = status(tmp_path / "text", str(tmp_path))[1]
