@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import elasticgang as eg
+from tests.support import wait_until
 
 STEPS, KILLED_IN = 10, 3
 COME_BACK_S = 150.0  # a guard
@@ -84,15 +85,19 @@ def main() -> None:
 
     by_group, by_name = (compiled(lambda part, group: gathered(part, group)) for _ in range(2))
     by_default, by_mesh, part_of_mesh = (compiled(each) for each in (of_the_default_group, reduced, own_part))
-    killed = args.output_dir / "killed"
+    killed, fewer = args.output_dir / "killed", args.output_dir / "fewer"
+    if os.environ["LOCAL_RANK"] == "1" and killed.exists():  # it could otherwise be back before the others go on
+        wait_until(fewer.exists, "a step without this rank")
     manager, count = eg.join(), Count()
     manager.register_state(count=count)
     for step in manager.steps(STEPS):
         with step:
-            if killed.exists():
-                wait_for_company(manager, 4)
             root = manager.gangs.root
             rank, size = root.rank, root.size
+            if size < 4:
+                fewer.touch()
+            if killed.exists():
+                wait_for_company(manager, 4)
             if os.environ["LOCAL_RANK"] == "1" and step.index == KILLED_IN and not killed.exists():
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
