@@ -45,6 +45,7 @@ import re
 import signal
 import threading
 import time
+import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,9 @@ class Faults:
         self._num_ranks = num_ranks
         self.manager: eg.QuorumManager | None = None
         self._is_voting = False
-        self._pid_file(self.rank).write_text(str(os.getpid()))
+        new = directory / f"new-pid-{uuid.uuid4().hex}"
+        new.write_text(str(os.getpid()))
+        new.replace(self._pid_file(self.rank))  # another rank may read it at this moment
 
     def _pid_file(self, rank: int) -> Path:
         return self._directory / f"pid-{rank}"
