@@ -25,7 +25,7 @@ from tests.support import wait_until
 NUM_STEPS = 5
 NUM_PER_GENERATION = 10
 MAX_LOST = 3
-SLOW_DIGEST_S = 0.15  # of 49 chunks: the generations of more than MAX_LOST timeouts
+SLOW_DIGEST_S = 0.2  # of 49 chunks: the generations of more than MAX_LOST timeouts
 
 
 def main() -> None:
