@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.chaos.test_kills import JOB, check_samples, histories
-from tests.support import Command, Job, is_alive, kill, run_preloaded, wait_until
+from tests.support import Command, Job, is_alive, kill, reserved_port, run_preloaded, wait_until
 
 NUM_STEPS = 30
 SLOW_S = 240.0  # processes import torch; a guard, as `support.DEADLINE_S`
@@ -118,9 +118,11 @@ class Cluster(WaitingRanks):
         self._stack = contextlib.ExitStack()
         self._num_started = 0
         self.agents = []
+        port = 0 if prefix else self._stack.enter_context(reserved_port())  # for `restart_coordinator`
         coordinator = Coordinator(
             directory / "coordinator",
             host=host,
+            port=port,
             state=state,
             credentials=self._credentials,
             program=program,
