@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -170,25 +172,40 @@ def test_a_process_that_is_stuck_shows_where_and_goes_on(children: Children, bod
     assert child.runs
 
 
+class SlowClock:
+    """The time of a process that reads `lines` from `file`, of which one is written in each `LINE_S`."""
+
+    LINE_S = 0.2  # more than what a pause of a quick process takes
+
+    def __init__(self, file: int, lines: Sequence[str]) -> None:
+        self._file, self._left, self._now_s = file, deque(lines), 0.0
+        self._due_s = math.inf
+
+    def begin(self) -> None:
+        self._due_s = self._now_s
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+        if self._left and self._now_s >= self._due_s:
+            os.write(self._file, self._left.popleft().encode() + b"\n")
+            self._due_s += self.LINE_S
+
+
 def test_a_dump_that_comes_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a process that gets no core: between two lines more than what a pause of a quick one takes."""
+    """As by a process that gets no core."""
     file = stacks.create_file()
     frames = [
         *(f'  File "/home/me/train.py", line {n} in f{n}' for n in range(5)),
         f'  File "x" {stacks.OUTERMOST[:-1]}',
     ]
-    lines = ["Current thread 0x1 (most recent call first):", *frames]
-
-    def write() -> None:
-        for line in lines:
-            os.write(file, line.encode() + b"\n")
-            time.sleep(0.2)
-
-    writer = threading.Thread(target=write)
+    clock = SlowClock(file, ["Current thread 0x1 (most recent call first):", *frames])
+    monkeypatch.setattr(stacks, "time", clock)
     monkeypatch.setattr(stacks, "handles_signal", lambda pid, number: True)
-    monkeypatch.setattr(signal, "pidfd_send_signal", lambda pidfd, number: writer.start())
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda pidfd, number: clock.begin())
     (thread,) = stacks.by_faulthandler(StackSource(os.getpid(), -1, file))
-    writer.join()
     os.close(file)
     assert [frame.name for frame in thread] == ["f0", "f1", "f2", "f3", "f4"]
 
@@ -241,8 +258,12 @@ def test_py_spy_reads_a_process_that_does_not_help() -> None:
     code = "import time\ndef deep():\n    time.sleep(1000)\ndeep()"
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
-        (thread,) = wait_until(lambda: stacks.by_py_spy(process.pid), "its stack", GUARD_S)
-        assert [frame.name for frame in thread][-2:] == ["deep", "<module>"]
+
+        def is_deep() -> bool:
+            found = stacks.by_py_spy(process.pid)  # maybe while the interpreter starts
+            return [[frame.name for frame in thread][-2:] for thread in found] == [["deep", "<module>"]]
+
+        wait_until(is_deep, "its stack", GUARD_S)
     finally:
         process.kill()
         process.wait()
