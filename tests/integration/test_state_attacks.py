@@ -33,6 +33,7 @@ from tests.integration.state_ranks import (
     AT,
     AUTHENTICATOR,
     CREDENTIALS,
+    DEADLINE_S,
     FIRST,
     HERE,
     JOB,
@@ -243,12 +244,14 @@ def test_what_is_not_from_a_rank_is_cut_off_and_logged_once(
 def test_a_connection_whose_authentication_fails_does_not_stay_pending(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    has_raised = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda args: has_raised.set())
     with monkeypatch.context() as failing:
         failing.setattr(Authenticator, "accept", lambda *_: 1 // 0)
         assert ended(source.raw(b"")) == b""
     assert source.listener.num_pending == 0
     assert is_served(source)
+    assert has_raised.wait(DEADLINE_S)  # not once the hook is pytest's again
 
 
 # CHANNEL-1
