@@ -130,6 +130,6 @@ def test_an_agent_that_a_program_starts_is_its_child_and_ends_with_it(tmp_path: 
         wait_until(lambda: at.exists() and at.read_text().endswith("\n"), "a rank")
         agent = int(at.read_text())
         assert psutil.Process(agent).ppid() == process.process.pid
-        assert process.stdout == f"{process.process.pid} {agent}\n"
+        assert wait_until(lambda: process.stdout, "what the program prints") == f"{process.process.pid} {agent}\n"
         process.process.kill()
         process.assert_nothing_left()
