@@ -90,8 +90,8 @@ def test_coordinators_and_agents_have_it_and_the_ranks_have_not(tmp_path: Path) 
         raised = {found.pop("eg-coordinator").pid, job.process.pid}
         assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in raised] == [NICENESS, NICENESS]
         agent = psutil.Process(job.process.pid)
-        num_raised = thread_niceness(agent).count(NICENESS)
-        assert num_raised >= 1 + 2 * futex.is_available()  # its loop, and what watches for the death of each rank
+        num = 1 + 2 * futex.is_available()  # its loop, and what watches for the death of each rank
+        wait_until(lambda: thread_niceness(agent).count(NICENESS) >= num, "its threads have the priority")
         others = [process for process in found.values() if process.pid not in raised]
         assert "eg-rank-0" in {process.name() for process in others}
         assert min(niceness for process in others for niceness in thread_niceness(process)) >= 0
