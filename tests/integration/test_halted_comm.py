@@ -155,26 +155,32 @@ def test_one_process_of_a_former_configuration_is_halted_at_most(
     groups.close()
 
 
-# A process with a fork server of its own, as a rank has it without its agent's. It halts a comm process.
+# A process with a fork server of its own, as a rank has it without its agent's. It halts a comm process. One that warms
+# up at that moment may be starting a thread, and is killed instead (STOP-2): then it takes another.
 _OWNER = """
-import json, os, socket, sys, time
+import contextlib, json, os, socket, sys, time
 from elasticgang.comm import comm_process
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess
 from elasticgang.comm.standby_pool import PRELOAD
 from elasticgang.errors import PeerLostError
 from elasticgang.process.forkserver import ForkServer
+from elasticgang.process.stop_fence import is_halted
 from tests.integration.comm_calls import settle
 
 comm_process.HALTED_S = comm_process.HALT_TIMEOUT_S = 600.0
 server = ForkServer(PRELOAD)
 server.wait_ready()
-ours, theirs = socket.socketpair()
-comm = CommProcess(server, Arena(), timeout=5.0, agent=theirs)
-comm.wait_ready()
-settle(comm.pid)
-comm.kill(PeerLostError("over"), halt=True)
-comm.abort(PeerLostError("over"))
+for _ in range(20):
+    ours, theirs = socket.socketpair()
+    comm = CommProcess(server, Arena(), timeout=5.0, agent=theirs)
+    comm.wait_ready()
+    settle(comm.pid)
+    comm.kill(PeerLostError("over"), halt=True)
+    comm.abort(PeerLostError("over"))
+    with contextlib.suppress(OSError):  # it is gone
+        if is_halted(comm.pid):
+            break
 print(json.dumps([comm.pid, server.process.pid]), flush=True)
 time.sleep(600)
 """
