@@ -317,7 +317,8 @@ def holds_gradients(module: Any) -> bool:
 def forget_iteration(module: Any) -> None:
     """Let a `fully_shard` module forget an iteration that was left: gradients that it has not reduced, and what it
     knows of the forward, such as the order of the modules, by which backward prefetches. torch's `reset_iter_state`
-    leaves these gradients, and takes only a root that has run."""
+    takes only a root that has run. In 2.13 it leaves these gradients. In 2.15 it drops those of the shards too, which
+    stay here: the step may be committed, and the optimizer has yet to use them."""
     module.reshard()
     state = module._get_fsdp_state()
     if state._is_root is None:  # the module has not run
@@ -327,11 +328,17 @@ def forget_iteration(module: Any) -> None:
         group.comm_ctx.post_forward_order.clear()
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # in torch 2.15 it is the gradient below
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
     if state._is_root and hasattr(module, "reset_iter_state"):
+        groups = [group for each in state._state_ctx.all_states for group in each._fsdp_param_groups]
+        shards = [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
+        gradients = [shard.grad for shard in shards]
         module.reset_iter_state()
+        for each, gradient in zip(shards, gradients, strict=True):
+            each.grad = gradient
 
 
 def stored_values(tensor: Tensor) -> Tensor:

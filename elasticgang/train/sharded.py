@@ -13,7 +13,7 @@ SHARDED-5  With a dropped step, `fully_shard` forgets the gradients that it has 
 SHARDED-6  With each step, also a committed one, `fully_shard` forgets a forward that no backward has followed, such as
     an evaluation: the order of the modules and the parameters that the root has gathered. Otherwise the ranks of an sdp
     gang, of which one may be new, would prefetch different modules, and the next forward would use parameters from
-    before the update, or before the heal.
+    before the update, or before the heal. The gradients of a committed step stay for its optimizer.
 SHARDED-7  With `reduction="reproducible"` or `keep`, `fully_shard` reduces the gradients of each slot by themselves.
     Otherwise it would add those of several slots in an order of its own, or a slot would count as kept without them.
 """

@@ -192,6 +192,34 @@ def test_an_evaluation_changes_neither_parameters_nor_collectives_of_the_next_st
     assert run(evaluates=True) == run(evaluates=False)
 
 
+def drop_all(module: FSDPModule, reset: Callable[[FSDPModule], None] = FSDPModule.reset_iter_state) -> None:
+    """What `reset_iter_state` does in torch 2.15."""
+    reset(module)
+    for value in cast(nn.Module, module).parameters():
+        value.grad = None
+
+
+# SHARDED-6
+@pytest.mark.parametrize("resets", [FSDPModule.reset_iter_state, drop_all])
+def test_a_committed_step_keeps_the_gradients_for_its_optimizer(
+    resets: Callable[[FSDPModule], None], mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FSDPModule, "reset_iter_state", resets)
+    manager = alone()
+    each = Trained(mesh, manager)
+    optim = eg.Optimizer(manager, torch.optim.SGD(each.layers.parameters(), lr=0.5))
+    manager.register_state(model=each.model, optim=optim)
+    before = [cast(Any, value.detach()).to_local().clone() for value in each.layers.parameters()]
+    for step in manager.steps(1):
+        with step:
+            _, gradients = each.step()
+            assert optim.step(weight=1.0)
+    after = [cast(Any, value.detach()).to_local() for value in each.layers.parameters()]
+    expected = [old - 0.5 * torch.tensor(gradient) for old, gradient in zip(before, gradients, strict=True)]
+    torch.testing.assert_close(after, expected)
+    assert any(map(torch.Tensor.any, map(torch.tensor, gradients)))
+
+
 # SHARDED-7
 @pytest.mark.parametrize("where", ["inside `accumulate`", "behind it"])
 def test_a_slot_whose_gradients_are_only_added_is_refused_if_slots_are_kept(where: str, mesh: DeviceMesh) -> None:
