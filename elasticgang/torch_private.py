@@ -335,10 +335,11 @@ def forget_iteration(module: Any) -> None:
     if state._is_root and hasattr(module, "reset_iter_state"):
         groups = [group for each in state._state_ctx.all_states for group in each._fsdp_param_groups]
         shards = [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
-        gradients = [shard.grad for shard in shards]
+        kept = [(shard, gradient) for shard in shards if (gradient := shard.grad) is not None]
         module.reset_iter_state()
-        for each, gradient in zip(shards, gradients, strict=True):
-            each.grad = gradient
+        if kept and kept[0][0].grad is None:
+            for each, gradient in kept:
+                each.grad = gradient
 
 
 def stored_values(tensor: Tensor) -> Tensor:
