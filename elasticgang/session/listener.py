@@ -13,7 +13,6 @@ import errno
 import functools
 import secrets
 import socket
-import ssl
 from collections.abc import Callable
 
 from elasticgang.session.connection import Connection, ServerConnection, SessionUser
@@ -43,8 +42,9 @@ class Listener:
         tls: Tls | None = None,
     ) -> None:
         self._user, self._secret_of, self._roles, self._max_bytes = user, secret_of, roles, max_bytes
-        self._context: ssl.SSLContext | None = None if tls is None else tls.server_context()
-        self._certificate = "" if tls is None else tls.path
+        self._tls = tls
+        if tls is not None:
+            tls.server_context()  # it is made, or fails, here
         self._decoy = secrets.token_bytes(32)
         self._pending: dict[Connection, float] = {}  # when it was accepted
         self._open: set[Connection] = set()
@@ -137,9 +137,11 @@ class Listener:
 
     def _serve(self, accepted: socket.socket, address: tuple[str, int]) -> None:
         loop = asyncio.get_running_loop()
-        stream = None if self._context is None else TlsStream(self._context, is_server=True)
+        tls, stream, certificate = self._tls, None, ""
+        if tls is not None:  # TLS-NEWEST
+            stream, certificate = TlsStream(tls.server_context(), is_server=True), tls.path
         connection = ServerConnection(
-            self, self._secret_of, self._decoy, self._roles, self._max_bytes, stream, self._certificate
+            self, self._secret_of, self._decoy, self._roles, self._max_bytes, stream, certificate
         )
         connection.peer = f"{address[0]}:{address[1]}"  # it may be ended before it is made
         self._pending[connection] = loop.time()

@@ -5,24 +5,29 @@ TLS-BOTH  Each end requires the other's certificate and checks it against its ow
 TLS-NAME  An agent also checks that the coordinator's certificate is for the host that it connects to, unless that is a
           loopback address. Ranks do not check each other's names.
 TLS-SELF  At its start a process performs one handshake with itself, in memory. It fails for a certificate that has
-          expired or that the process's own CA does not accept.
+          expired or that the process's own CA does not accept. `tls_watch.py` checks new files likewise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import os
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from elasticgang.errors import OperationalError
 from elasticgang.session.secret import read_private
+from elasticgang.session.tls_rotation import Life
 
 _MAX_FILE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
+_CERTIFICATES = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 _RECORD_STARTS = (b"\x15\x03", b"\x16\x03")  # a TLS alert, a TLS handshake
 
 # Why a certificate is refused and what to do, by OpenSSL's verify code.
@@ -46,23 +51,42 @@ _ALERTS = {
 }
 
 
-@dataclass(frozen=True, repr=False)
-class Tls:
-    """The contents of the three files, as PEM. `path`: of the certificate, for messages."""
+class TlsFiles(NamedTuple):
+    """Absolute paths, whose symbolic links are followed at each reading."""
 
     cert: str
     key: str
     ca: str
-    path: str
 
+
+@dataclass(frozen=True, repr=False)
+class TlsContents:
+    """The contents of the three files, as PEM."""
+
+    cert: str
+    key: str
+    ca: str
+
+    @functools.cached_property
     def server_context(self) -> ssl.SSLContext:
+        return self.make_server_context(checks_client=True)
+
+    def make_server_context(self, *, checks_client: bool) -> ssl.SSLContext:
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # no session resumption
+        if not checks_client:
+            context.verify_mode = ssl.CERT_NONE
         return context
 
-    def client_context(self, *, checks_name: bool) -> ssl.SSLContext:
+    @functools.cached_property
+    def client_context(self) -> ssl.SSLContext:
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    @functools.cached_property
+    def nameless_client_context(self) -> ssl.SSLContext:
+        """It does not check the server's name."""
         context = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = checks_name
+        context.check_hostname = False
         return context
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -76,8 +100,56 @@ class Tls:
             context.load_cert_chain(file.path, password=_refuse_password)
         return context
 
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
+    def __reduce__(self) -> str:
+        raise TypeError("a private key is not pickled")
+
+
+class Tls:
+    """The TLS identity of a process: its files, and what it uses of them, which `use` replaces while it runs. Any
+    thread may call it."""
+
+    def __init__(
+        self, files: TlsFiles, contents: TlsContents, life: Life | None = None, *, is_client: bool = True
+    ) -> None:
+        """`life`: of the certificate that ends first; None: not known. `is_client`: as of `read_tls`."""
+        self.files, self.is_client = files, is_client
+        self._used = contents, life
+
+    @property
+    def path(self) -> str:
+        """Of the certificate, for messages."""
+        return self.files.cert
+
+    @property
+    def contents(self) -> TlsContents:
+        return self._used[0]
+
+    @property
+    def life(self) -> Life | None:
+        return self._used[1]
+
+    def use(self, contents: TlsContents, life: Life) -> None:
+        """For every handshake from now on (TLS-NEWEST). The caller has checked them. Makes the contexts, which an event
+        loop would wait for. Raises OSError: no descriptor is left; what was used stays."""
+        _ = contents.server_context, contents.client_context, contents.nameless_client_context
+        self._used = contents, life
+
+    def server_context(self) -> ssl.SSLContext:
+        """For the next handshake. Do not keep it for later ones."""
+        return self.contents.server_context
+
+    def client_context(self, *, checks_name: bool) -> ssl.SSLContext:
+        """For the next handshake. Do not keep it for later ones."""
+        return self.contents.client_context if checks_name else self.contents.nameless_client_context
+
+    def to_json(self) -> dict[str, Any]:
+        contents, life = self._used
+        return {
+            "files": list(self.files),
+            "contents": asdict(contents),
+            "life": life and asdict(life),
+            "is_client": self.is_client,
+        }
 
     def __repr__(self) -> str:
         return f"Tls({self.path!r})"
@@ -116,35 +188,43 @@ def read_tls(cert: Path | None, key: Path | None, ca: Path | None, *, is_client:
         if len(missing) == len(given):
             return None
         raise OperationalError(f"TLS needs --tls-cert, --tls-key and --tls-ca, but {' and '.join(missing)} is missing")
-    tls = Tls(
-        _read(cert, "certificate file"),
-        read_private(key, "key file", _MAX_FILE_BYTES).decode(errors="replace"),
-        _read(ca, "CA file"),
-        str(cert),
+    files = TlsFiles(*map(os.path.abspath, (cert, key, ca)))  # not resolved: links may point elsewhere later
+    contents = read_contents(files)
+    return Tls(files, contents, check_contents(files, contents, is_client=is_client), is_client=is_client)
+
+
+def read_contents(files: TlsFiles) -> TlsContents:
+    """Raises OperationalError: a file cannot be read or is not PEM, or other users may read the key."""
+    contents = TlsContents(
+        _read(files.cert, "certificate file"),
+        read_private(Path(files.key), "key file", _MAX_FILE_BYTES).decode(errors="replace"),
+        _read(files.ca, "CA file"),
     )
     for option, path, text, kind in (
-        ("--tls-cert", cert, tls.cert, "CERTIFICATE"),
-        ("--tls-key", key, tls.key, "PRIVATE KEY"),
-        ("--tls-ca", ca, tls.ca, "CERTIFICATE"),
+        ("--tls-cert", files.cert, contents.cert, "CERTIFICATE"),
+        ("--tls-key", files.key, contents.key, "PRIVATE KEY"),
+        ("--tls-ca", files.ca, contents.ca, "CERTIFICATE"),
     ):
         if f"{kind}-----" not in text:
             raise OperationalError(f"{option} {path} holds no {kind.lower()} in PEM")
-    _check(tls, cert, key, ca, is_client)
-    return tls
+    return contents
 
 
-def _check(tls: Tls, cert: Path, key: Path, ca: Path, is_client: bool) -> None:
-    """TLS-SELF"""
+def check_contents(files: TlsFiles, contents: TlsContents, *, is_client: bool) -> Life:
+    """TLS-SELF. Returns when the first certificate between this process's own and the CA's ends.
+
+    Raises:
+        OperationalError: the contents cannot be used, or the CA does not accept the certificate.
+    """
+    cert, key, ca = files
     try:
-        server, client = tls.server_context(), tls.client_context(checks_name=False)
+        server, client = contents.make_server_context(checks_client=is_client), contents.nameless_client_context
     except OperationalError as exc:
         raise OperationalError(f"--tls-key {key} cannot be used: {exc}") from exc
     except (ssl.SSLError, ValueError) as exc:
         if getattr(exc, "reason", "") == "KEY_VALUES_MISMATCH":
             raise OperationalError(f"--tls-key {key} is not the key of --tls-cert {cert}") from exc
         raise OperationalError(f"--tls-cert {cert}, --tls-key {key} or --tls-ca {ca} cannot be read: {exc}") from exc
-    if not is_client:
-        server.verify_mode = ssl.CERT_NONE
     ends = TlsStream(client, is_server=False), TlsStream(server, is_server=True)
     try:
         while not (ends[0].is_open and ends[1].is_open):
@@ -156,9 +236,43 @@ def _check(tls: Tls, cert: Path, key: Path, ca: Path, is_client: bool) -> None:
         raise OperationalError(f"--tls-ca {ca} does not accept --tls-cert {cert}: {why}") from exc
     except ssl.SSLError as exc:
         raise OperationalError(f"--tls-cert {cert} cannot be used: {exc}") from exc
+    return _first_end(files, contents, ends[0].peer_certificate())
 
 
-def _read(path: Path, what: str) -> str:
+def _first_end(files: TlsFiles, contents: TlsContents, certificate: dict[str, Any]) -> Life:
+    """Follows the issuers' names. Of several certificates with one name, the last to end counts: a renewed CA is beside
+    the one before."""
+    issuers = [("the CA certificate in", path, each) for path, each in _authorities(files, contents)]
+    first = _life_of("the certificate", files.cert, certificate)
+    name, passed = certificate.get("issuer"), []
+    while name not in passed:
+        passed.append(name)
+        named = [each for each in issuers if each[2].get("subject") == name]
+        if not named:
+            break
+        newest = max(named, key=lambda each: _life_of(*each).ends_s)
+        first = min(first, _life_of(*newest), key=lambda life: life.ends_s)
+        name = newest[2].get("issuer")
+    return first
+
+
+def _authorities(files: TlsFiles, contents: TlsContents) -> list[tuple[str, dict[str, Any]]]:
+    """The CA certificates in the files of the certificate and the CA, with the file of each."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for path, text in ((files.cert, contents.cert), (files.ca, contents.ca)):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        with contextlib.suppress(ssl.SSLError, ValueError):  # the check takes more than this does
+            context.load_verify_locations(cadata="\n".join(_CERTIFICATES.findall(text)))
+        found += [(path, each) for each in context.get_ca_certs()]
+    return found
+
+
+def _life_of(what: str, path: str, certificate: Mapping[str, Any]) -> Life:
+    begins_s, ends_s = (float(ssl.cert_time_to_seconds(certificate[end])) for end in ("notBefore", "notAfter"))
+    return Life(f"{what} {path}", begins_s, ends_s)
+
+
+def _read(path: str, what: str) -> str:
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
@@ -169,8 +283,14 @@ def _read(path: Path, what: str) -> str:
     return data.decode(errors="replace")
 
 
-def tls_from_json(fields: Mapping[str, str]) -> Tls:
-    return Tls(fields["cert"], fields["key"], fields["ca"], fields["path"])
+def tls_from_json(fields: Mapping[str, Any]) -> Tls:
+    life = fields["life"]
+    return Tls(
+        TlsFiles(*fields["files"]),
+        TlsContents(**fields["contents"]),
+        None if life is None else Life(**life),
+        is_client=fields["is_client"],
+    )
 
 
 def name_to_check(host: str) -> str | None:
@@ -211,6 +331,10 @@ class TlsStream:
     def outgoing(self) -> bytes:
         """The bytes to write to the socket. Removes them."""
         return self._outgoing.read()
+
+    def peer_certificate(self) -> dict[str, Any]:
+        """As `ssl.SSLObject.getpeercert` has it, after the handshake; empty if this end does not check it."""
+        return dict(self._ssl.getpeercert() or {})
 
 
 def looks_like_tls(start: bytes) -> bool:

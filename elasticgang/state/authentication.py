@@ -43,10 +43,8 @@ class Authenticator:
         self.credentials = credentials
         self._identity = Identity(job, RANK, PROTOCOL)
         self._decoy = secrets.token_bytes(NONCE_BYTES)
-        tls = credentials.tls
-        self._server = None if tls is None else tls.server_context()
-        self._client = None if tls is None else tls.client_context(checks_name=False)
-        self._certificate = "" if tls is None else tls.path
+        if (tls := credentials.tls) is not None:  # they are made, or fail, here
+            tls.server_context(), tls.client_context(checks_name=False)
 
     def connect(self, source: str) -> Channel:
         """Raises OSError or WireError."""
@@ -55,8 +53,8 @@ class Authenticator:
         try:
             transport.at_once(sock)
             transport.notice_lost_path(sock)
-            if self._client is not None:
-                sock = self._client.wrap_socket(sock, do_handshake_on_connect=False)
+            if (tls := self.credentials.tls) is not None:  # TLS-NEWEST
+                sock = tls.client_context(checks_name=False).wrap_socket(sock, do_handshake_on_connect=False)
             keys = self._within_limits(sock, self._answer_challenge, "the source")
             sock.settimeout(transport.HEAL_TIMEOUT_S)
             return Channel(sock, keys, is_server=False)
@@ -67,9 +65,9 @@ class Authenticator:
     def wrap(self, sock: socket.socket) -> socket.socket:
         """Wrap the socket of a healer, for `accept`. Takes ownership of `sock`. Does not block."""
         transport.at_once(sock)
-        if self._server is None:
+        if (tls := self.credentials.tls) is None:
             return sock
-        return self._server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return tls.server_context().wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def accept(self, sock: socket.socket) -> Channel:
         """Raises OSError or WireError: the healer is not authenticated."""
@@ -88,7 +86,8 @@ class Authenticator:
             return shake_hands(bodies)
         except ssl.SSLError as exc:
             _drain(sock)
-            raise WireError(explain(exc, peer, self._certificate)) from exc
+            tls = self.credentials.tls
+            raise WireError(explain(exc, peer, "" if tls is None else tls.path)) from exc
         except ConnectionError as exc:
             raise WireError(_closed(peer)) from exc
         except TimeoutError as exc:  # PEER-2

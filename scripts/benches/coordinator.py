@@ -55,7 +55,7 @@ from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials, credentials_from_json
 from elasticgang.session.secret import Secret
-from elasticgang.session.tls import Tls
+from elasticgang.session.tls import Tls, TlsContents, TlsFiles
 from scripts.figures import print_figures
 
 _JOB = "bench"
@@ -380,7 +380,8 @@ def make_tls() -> Tls:
     issued = authority.issue_cert("127.0.0.1")
     key = issued.private_key_pem.bytes().decode()
     chain = "".join(pem.bytes().decode() for pem in issued.cert_chain_pems)
-    return Tls(chain, key, authority.cert_pem.bytes().decode(), "a certificate of the bench")
+    contents = TlsContents(chain, key, authority.cert_pem.bytes().decode())
+    return Tls(TlsFiles("the bench's certificate", "its key", "its CA"), contents)
 
 
 def _usage(coordinator: Connection) -> tuple[float, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pickle
 import ssl
@@ -33,7 +34,8 @@ from elasticgang.session.credentials import Credentials, credentials_from_json
 from elasticgang.session.frames import body_frame
 from elasticgang.session.handshake import ClientHandshake
 from elasticgang.session.secret import Secret
-from elasticgang.session.tls import Tls, TlsStream, name_to_check, read_tls
+from elasticgang.session.tls import Tls, TlsContents, TlsFiles, TlsStream, name_to_check, read_tls
+from elasticgang.session.tls_rotation import Life
 from tests.integration.certificates import Authority, Files
 from tests.integration.echo_sessions import IDENTITY, SECRETS, Echo, connect, ended, is_served, raw, serve
 
@@ -138,9 +140,14 @@ def test_a_key_is_not_shown(authority: Authority) -> None:
 
 
 def test_credentials_reach_another_process() -> None:
-    credentials = Credentials(Secret(bytes(range(32))), Tls("cert", "key", "ca", "path"), insecure=True)
-    same = credentials_from_json(credentials.to_json())
-    assert (same.key, same.tls, same.insecure) == (credentials.key, credentials.tls, True)
+    contents, files = TlsContents("cert", "key", "ca"), TlsFiles("/a", "/b", "/c")
+    tls = Tls(files, contents, Life("the certificate", 1.0, 2.0), is_client=False)
+    credentials = Credentials(Secret(bytes(range(32))), tls, insecure=True)
+    same = credentials_from_json(json.loads(json.dumps(credentials.to_json())))
+    assert (same.key, same.insecure) == (credentials.key, True)
+    assert same.tls is not None
+    assert (same.tls.files, same.tls.contents, same.tls.life) == (files, contents, tls.life)
+    assert not same.tls.is_client
     assert credentials_from_json(Credentials().to_json()) == Credentials()
 
 

@@ -96,6 +96,7 @@ PURE_MODULES = (
     "elasticgang.observe.pace",
     "elasticgang.observe.story",
     "elasticgang.progress",
+    "elasticgang.session.tls_rotation",
     "elasticgang.train.partition",
     "elasticgang.train.prefetch",
     "elasticgang.train.summation_tree",
