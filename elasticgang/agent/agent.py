@@ -81,6 +81,8 @@ from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIM
 from elasticgang.protocol.devices import Taken
 from elasticgang.protocol.record import Record
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
+from elasticgang.session.tls_rotation import News, Renewed
+from elasticgang.session.tls_watch import TlsWatch, watch_tls
 
 log = logging.getLogger("elasticgang")
 
@@ -114,6 +116,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._coordinator: EmbeddedCoordinator | None = None  # None: the job uses one that the user runs
         self._lease = Lease.create()
+        self._tls_watch: TlsWatch | None = None
         self._control: ControlPlane | None = None
         self._hang_monitor = HangMonitor(job.hang_timeout)
         self._long_work = LongWork("heals"), LongWork("saves")
@@ -133,6 +136,7 @@ class Agent:
         self._loop.add_signal_handler(signal.SIGCHLD, self._supervisor.reap)  # from now on any signal wakes the loop
         handle_stop_signals(lambda number: self._loop.call_soon_threadsafe(self._on_signal, number))
         raise_priority()
+        self._tls_watch = watch_tls(self._job.credentials.tls, self._on_tls_looked)
         self._supervisor.open()  # it imports torch while the agent connects
         self._gpus.start()
         try:
@@ -237,6 +241,8 @@ class Agent:
     async def _kill_everything(self) -> None:
         self._stopping.set()
         self._gpus.stop()
+        if self._tls_watch is not None:
+            self._tls_watch.stop()
         if self._control is not None:
             self._control.end()
         self._collect_commits()
@@ -395,6 +401,18 @@ class Agent:
     def _warn(self, text: str) -> None:
         self._events.write("warned", text=text)
         log.warning("%s", text)
+
+    def _on_tls_looked(self, news: News) -> None:
+        """Any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the agent exits
+            self._loop.call_soon_threadsafe(self._tell_tls, news)
+
+    def _tell_tls(self, news: News) -> None:
+        if not isinstance(news, Renewed):
+            self._warn(news.text)
+            return
+        self._events.write("tls_renewed", what=news.life.what, until=news.life.end)
+        log.info("%s", news.text)
 
     # -- ranks
 

@@ -21,6 +21,7 @@ from elasticgang.errors import OperationalError, reason_of
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
 from elasticgang.session.addresses import address_of, listen_failure
 from elasticgang.session.credentials import Credentials, credentials_from_json
+from elasticgang.session.tls_watch import watch_tls
 
 GRACE_S = 1.0  # without a state directory: time for the agents of a running job to reconnect (SERVE-FOUND)
 _GC_OBJECTS = 50_000  # new ones, until a collection looks through these
@@ -75,7 +76,7 @@ def prepare_process() -> None:
 
 
 async def serve(options: CoordinatorOptions, log: Callable[[str], None], listening: Callable[[str], None]) -> None:
-    """Lead jobs until the task is cancelled. `listening` is called once, with the address.
+    """Lead jobs until the task is cancelled. `listening` is called once, with the address; `log` on any thread.
 
     Raises:
         OperationalError: the address or the state directory cannot be used, or the server has failed (SERVE-STOP).
@@ -103,10 +104,13 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
         port = await server.start(host, options.port)
     except OSError as exc:
         raise OperationalError(listen_failure(host, options.port, exc)) from exc
+    tls_watch = watch_tls(options.credentials.tls, lambda news: log(news.text))
     try:
         listening(address_of(host, port))
         await failed
     finally:
+        if tls_watch is not None:
+            tls_watch.stop()
         await server.stop()
         if directory is not None:
             directory.close()

@@ -293,7 +293,8 @@ def _add_credentials_arguments(command: argparse.ArgumentParser) -> None:
         "--tls-cert",
         metavar="FILE",
         help="the certificate of this host, as PEM: agents, the coordinator and ranks speak TLS 1.3 and check each "
-        "other's certificates, with a secret or without. The coordinator's must be for the host in --coordinator",
+        "other's certificates, with a secret or without. The coordinator's must be for the host in --coordinator. New "
+        "files count without a restart",
     )
     command.add_argument(
         "--tls-key",

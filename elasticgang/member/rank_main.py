@@ -6,6 +6,7 @@ import array
 import atexit
 import contextlib
 import functools
+import logging
 import os
 import runpy
 import signal
@@ -25,6 +26,9 @@ from elasticgang.process.lease import Lease
 from elasticgang.process.status_page import PULSE_MS, StatusPage
 from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS, device_fault
 from elasticgang.session.credentials import credentials_from_json
+from elasticgang.session.tls_watch import watch_tls
+
+log = logging.getLogger("elasticgang")
 
 _MAX_TRACEBACK = 1 << 16
 _MAX_ERROR = 200
@@ -41,6 +45,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     page = StatusPage(page_fd)
     drain = Drain(page)
     notices = socket.socket(fileno=os.dup(link))  # reports the script's failure, also if it never joins
+    credentials = credentials_from_json(args["credentials"])
     inherit(
         RankContext(
             member=args["member"],
@@ -50,7 +55,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
             host=args["host"],
             collective_timeout=args["collective_timeout"],
             process_group=args["process_group"],
-            credentials=credentials_from_json(args["credentials"]),
+            credentials=credentials,
             link=link,
             door=door,
             forks=forks,
@@ -63,6 +68,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     os.register_at_fork(after_in_child=notices.close)
     os.register_at_fork(after_in_child=functools.partial(memory_files.detach, _SHARED))
     _watch_agent(args["agent_pid"], notices.fileno(), page, Lease(lease))
+    watch_tls(credentials.tls, lambda news: log.debug("%s", news.text))  # the agent tells the same of the same files
     drain.install()
     _seed_numpy()
     return _end(_run(args["command"], notices))

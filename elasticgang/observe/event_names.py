@@ -32,6 +32,7 @@ EventName = Literal[
     "data_worker_lost",
     "device_fault",
     "warned",
+    "tls_renewed",
     "accept failed",
     "truncated",
     "signal",
