@@ -7,12 +7,13 @@ EVENTLOG-2  `close` waits up to `FLUSH_S` for what is queued, and says how much 
 EVENTLOG-3  The file at its path has all events. One that was renamed, deleted or replaced while the agent runs, as by
     logrotate, is made again from the file that the agent holds open: before the next event, and within `LOOK_S`.
 EVENTLOG-4  A file that was truncated begins with the event `truncated`, because readers cannot know what it had.
+EVENTLOG-5  What the disk refuses, because it is full for example, waits as in EVENTLOG-1, and is tried again every
+    `RETRY_S`: a line that was cut off is continued. Else nobody saw the rest of a job of which the disk was once full.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -31,14 +32,14 @@ MAX_BYTES = 64 << 20
 MAX_QUEUED_BYTES = 16 << 20
 FLUSH_S = 1.0
 LOOK_S = 1.0
+RETRY_S = 1.0
 _BLOCK_BYTES = 1 << 20
 
 _Item: TypeAlias = "tuple[str | None, bytes]"  # the name of a file beside the events, or None, and what is written
 
 
 class EventLog:
-    """Appends events to `events.jsonl` in `directory`. Drops events if that is None, and after the first failed write.
-    Any thread may use it."""
+    """Appends events to `events.jsonl` in `directory`. Drops events if that is None. Any thread may use it."""
 
     def __init__(self, directory: str | None, say: Callable[[str], None], *, is_bounded: bool = False) -> None:
         """`say`: prints the message that events are dropped, on any thread. `is_bounded`: drop events beyond
@@ -87,12 +88,11 @@ class EventLog:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(FLUSH_S)
-        if self._thread.is_alive():
-            with self._changed:
-                is_writing = self._num_queued_bytes > sum(len(data) for _, data in self._queue)
-                num = len(self._queue) + self._num_dropped + is_writing
-            if num:  # else a look at the path is late
-                self._say(f"elasticgang: {num} events were not written to {writer.path} within {FLUSH_S:g} s")
+        with self._changed:
+            is_writing = self._num_queued_bytes > sum(len(data) for _, data in self._queue)
+            num = len(self._queue) + self._num_dropped + is_writing
+        if num:
+            self._say(f"elasticgang: {num} events were not written to {writer.path} within {FLUSH_S:g} s")
 
     def _put(self, name: str | None, data: bytes) -> None:
         """EVENTLOG-1."""
@@ -120,13 +120,19 @@ class EventLog:
                     return
                 item = self._queue.popleft() if self._queue else None
             if item is None:
-                writer.look()
+                writer.flush()
                 continue
             name, data = item
-            if name is None:
-                writer.append(data)
-            else:
+            if name is not None:
                 writer.write_file(name, data)
+            else:
+                writer.append(data)
+                while not writer.flush():  # EVENTLOG-5
+                    if self._is_closing:
+                        writer.close()
+                        return
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._is_closing, RETRY_S)
             with self._changed:
                 self._num_queued_bytes -= len(data)
                 num_dropped = 0 if self._queue else self._num_dropped
@@ -149,12 +155,20 @@ class _Writer:
         self._num_bytes = os.fstat(file.fileno()).st_size  # what it has at least, after the last write
         self._can_look = file.seekable() and self._is_at_path(file)  # else it is a pipe
         self._paths: deque[str] = deque()  # the files beside the events, the oldest first
+        self._line = self._unwritten = b""  # what was appended last; it, or the rest of it, and what goes before it
+        self._is_refused = False  # the last write has failed
 
     def append(self, line: bytes) -> None:
-        self.look()
-        self._append(line)
+        """For the next `flush`."""
+        self._line = line
+        self._unwritten += line
 
-    def look(self) -> None:
+    def flush(self) -> bool:
+        """Write what was appended. False: the disk refuses the rest, which the next call tries again (EVENTLOG-5)."""
+        self._look()
+        return self._write()
+
+    def _look(self) -> None:
         """Make sure that the file is still at its path, and notice that it was truncated."""
         file = self._file
         if file is None or not self._can_look:
@@ -171,7 +185,8 @@ class _Writer:
         self._num_bytes = num_bytes
         text = "was truncated: `elasticgang status`, the page and the metrics do not show this job any more"
         self._say(f"elasticgang: warning: {self.path} {text}")
-        self._append(b"\n" * bool(num_bytes) + _line_of("truncated"))  # the rest of a line may be there
+        line = self._line if self._unwritten else b""  # whole, whatever of it was written
+        self._unwritten = b"\n" * bool(num_bytes) + _line_of("truncated") + line  # the rest of a line may be there
 
     def _is_at_path(self, file: BinaryIO) -> bool:
         try:
@@ -203,18 +218,28 @@ class _Writer:
         self._say(f"elasticgang: warning: {self.path} {text}")
         return copy
 
-    def _append(self, line: bytes) -> None:
-        if self._file is None:
-            return
-        try:
-            if self._is_bounded and self._num_bytes + len(line) > MAX_BYTES:
-                raise OSError(errno.EFBIG, f"it has {MAX_BYTES >> 20} MiB; with --log-dir there is no limit")
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._num_bytes += len(line)
-        except OSError as exc:  # the job goes on without its log
-            self._say(f"elasticgang: stopped writing events to {self.path}: {exc.strerror}")
+    def _write(self) -> bool:
+        if self._file is None or not self._unwritten:
+            return True
+        if self._is_bounded and self._num_bytes + len(self._unwritten) > MAX_BYTES:
+            text = f"it has {MAX_BYTES >> 20} MiB; with --log-dir there is no limit"
+            self._say(f"elasticgang: stopped writing events to {self.path}: {text}")
             self.close()
+            return True
+        try:
+            while self._unwritten:
+                num = self._file.write(self._unwritten)
+                self._num_bytes, self._unwritten = self._num_bytes + num, self._unwritten[num:]
+        except OSError as exc:  # the job goes on without its log
+            if not self._is_refused:
+                text = f"events wait, because they cannot be written to {self.path}: {exc.strerror}"
+                self._say(f"elasticgang: warning: {text}")
+            self._is_refused = True
+            return False
+        if self._is_refused:
+            self._is_refused = False
+            self._say(f"elasticgang: events are written to {self.path} again")
+        return True
 
     def write_file(self, name: str, data: bytes) -> None:
         if self._file is None:

@@ -154,22 +154,63 @@ def test_an_error_is_told_once_and_the_next_line_passes(output: PrefixedOutput, 
     assert screen.getvalue().count(b"Traceback") == 1
 
 
-def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
-    said: list[str] = []
-    log = EventLog(str(tmp_path), said.append)
-    log.write("started", number=1)
-    file = tmp_path / "events.jsonl"
-    wait_until(file.read_text, "the first event")
+@contextlib.contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file can become longer than that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# EVENTLOG-5
+@pytest.mark.parametrize("num_bytes", [0, 10])
+def test_a_full_disk_makes_events_wait(num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`num_bytes` of the first line have room."""
+    monkeypatch.setattr(events, "RETRY_S", 0.01)
+    said: list[str] = []
+    log, file = log_of_one_event(tmp_path, said)
+    warning = f"elasticgang: warning: events wait, because they cannot be written to {file}: File too large"
+    with full_disk(file.stat().st_size + num_bytes):
+        log.write("spawned")
+        log.write("exited")
+        wait_until(lambda: said == [warning], "the warning")
+        assert names_in(file) == ["started"]
+    wait_until(lambda: names_in(file) == ["started", "spawned", "exited"], "the events that have waited")
+    log.write("signal")
+    log.close()
+    assert names_in(file) == ["started", "spawned", "exited", "signal"]
+    assert said == [warning, f"elasticgang: events are written to {file} again"]
+
+
+# EVENTLOG-2
+def test_the_end_does_not_wait_for_a_full_disk(tmp_path: Path) -> None:
+    said: list[str] = []
+    log, file = log_of_one_event(tmp_path, said)
+    with full_disk(file.stat().st_size):
         log.write("spawned")
         log.write("exited")
         log.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert said == [f"elasticgang: stopped writing events to {file}: File too large"]
-    assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["started"]
+    assert said[0].endswith(": File too large")
+    assert said[1:] == [f"elasticgang: 2 events were not written to {file} within {GUARD_S:g} s"]
+    assert names_in(file) == ["started"]
+
+
+# EVENTLOG-4
+def test_a_line_of_which_a_part_was_written_is_whole_after_the_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "RETRY_S", 0.01)
+    said: list[str] = []
+    log, file = log_of_one_event(tmp_path, said)
+    with full_disk(file.stat().st_size + 10):
+        log.write("spawned")
+        wait_until(lambda: said, "the warning")
+        os.truncate(file, 0)
+    wait_until(lambda: names_in(file) == ["truncated", "spawned"], "the rest")
+    log.close()
 
 
 def names_in(file: Path) -> list[str]:
