@@ -1,12 +1,15 @@
 """A rank that drains: after SIGTERM or `manager.leave()`, it leaves at a step boundary (MANAGER-10).
 
 DRAIN-1  The agent reads on the status page that the rank drains, and does not restart it, however it exits.
+DRAIN-2  A forked child has no part in that: SIGTERM ends it. One that comes before the child has forgotten the handler
+    is held until then: Python drops it otherwise, and who waits for the child waits for ever.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -24,6 +27,7 @@ class Drain:
         self.in_loop = False
         self.wake: Callable[[], None] = lambda: None
         self.page = page
+        self._held = threading.local()
 
     def request(self) -> None:
         self.page.mark_draining()
@@ -35,11 +39,20 @@ class Drain:
     def install(self) -> None:
         """Handle SIGTERM in this process, which is the rank itself, and not in its forked children."""
         signal.signal(signal.SIGTERM, self._on_signal)
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._forget)
+
+    def _hold(self) -> None:
+        """DRAIN-2"""
+        self._held.is_own = signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _release(self) -> None:
+        if self._held.is_own:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _forget(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._release()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # The agent forwards the end of the job, or this is the second SIGTERM.

@@ -335,6 +335,24 @@ def test_a_ranks_own_children_end_by_sigterm_as_ever(tmp_path: Path) -> None:
         assert job.wait() == 0
 
 
+# DRAIN-2
+def test_a_child_that_gets_sigterm_as_it_is_forked_ends_and_its_rank_is_restarted_later(tmp_path: Path) -> None:
+    """As the workers of a pool that is left at once."""
+    body = """if rank == 1 and step.index == 2 and not (here / "statuses").exists():
+                    statuses = set()
+                    for _ in range(10):
+                        if (child := os.fork()) == 0:
+                            time.sleep(10)
+                            os._exit(1)
+                        os.kill(child, signal.SIGTERM)
+                        statuses.add(os.waitpid(child, 0)[1])
+                    (here / "statuses").write_text(f"{statuses}\\n")
+                    os.kill(os.getpid(), signal.SIGKILL)"""
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=body), options=["--hang-timeout", "150"]) as job:
+        assert job.expect_file(tmp_path / "statuses") == f"{{{signal.SIGTERM}}}\n"
+        job.expect("spawned", local_rank=1, count=2)
+
+
 def test_the_end_of_the_job_is_no_drain(tmp_path: Path) -> None:
     """SIGTERM to the agent ends the ranks where they are."""
     body = 'time.sleep(0.05); (here / f"at-{rank}").write_text("1\\n")'
