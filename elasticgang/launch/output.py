@@ -5,6 +5,8 @@ print to it, once their pipe is full, but neither the agent nor the other stream
 
 OUTPUT-1  A carriage return begins the line anew, as on a terminal: of a progress bar, the newest state becomes a line
     of its own, at most one each `_PROGRESS_S`, and the last one.
+OUTPUT-2  No line is lost because the reader is slow, also where another process has made stdout or stderr non-blocking:
+    a terminal is one file for all that use it. After lines were lost, to a full disk for example, one says so.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import selectors
 import sys
 import threading
@@ -20,7 +23,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, TextIO, cast
 
 _MAX_LINE = 1 << 16
 _MAX_OWN_LINES = 1 << 13
@@ -73,8 +76,11 @@ class PrefixedOutput:
 
 
 def _binary(stream: TextIO | None) -> BinaryIO:
-    """`stream`: None if this process was started with it closed."""
-    return open(os.devnull, "wb") if stream is None else stream.buffer
+    """Unbuffered. `stream`: None if this process was started with it closed."""
+    if stream is None:
+        return open(os.devnull, "wb")
+    stream.flush()
+    return cast("BinaryIO", getattr(stream.buffer, "raw", stream.buffer))  # with `python -u` there is no buffer
 
 
 def log_to(output: PrefixedOutput, level: str) -> None:
@@ -137,6 +143,7 @@ class _Stream:
         os.set_blocking(self._wake_writer, False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._closing = self._is_closed = False
+        self._failure: OSError | None = None  # of the newest write, which has lost lines
         self._lock = threading.Lock()  # nobody writes to a descriptor that is closed, and maybe another one's by now
         self._thread = threading.Thread(target=self._pump, name=name, daemon=True)
         self._thread.start()
@@ -224,6 +231,24 @@ class _Stream:
             os.close(key.fd)
 
     def _write(self, data: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the reader of stdout or stderr may have exited
-            self._target.write(data)
-            self._target.flush()
+        """OUTPUT-2"""
+        if self._failure is not None:
+            text = f"elasticgang: warning: lines before this one were lost: {self._failure.strerror}"
+            data = f"\n{text}\n".encode() + data  # a part of the last line may be there
+        rest = memoryview(data)
+        try:
+            while rest:
+                num = self._target.write(rest) or 0  # of a non-blocking one also None
+                rest = rest[num:]
+                if not num:
+                    self._wait_writable()
+            self._failure = None
+        except OSError as exc:  # the reader of stdout or stderr may have exited
+            self._failure = exc
+        except ValueError:  # it is closed
+            pass
+
+    def _wait_writable(self) -> None:
+        poll = select.poll()
+        poll.register(self._target, select.POLLOUT)
+        poll.poll()

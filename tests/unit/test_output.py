@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
 import resource
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -133,6 +135,53 @@ def test_lines_of_a_rank_are_kept_when_it_is_said_that_they_are_read() -> None:
         screen.let_go.set()
         assert is_read.wait(GUARD_S)
         assert lines == ["last words"]
+    output.close()
+
+
+# OUTPUT-2
+def test_no_line_is_lost_to_a_slow_reader_of_a_stdout_that_another_process_made_non_blocking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    lines = [f"line {number} " + "x" * 200 for number in range(1000)]  # three times what a pipe takes
+    with open(reader, "rb") as read, open(writer, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        output = PrefixedOutput()
+        monkeypatch.undo()
+        for line in lines:
+            output.write_line(line)
+        assert [read.readline().decode() for _ in lines] == [f"{line}\n" for line in lines]
+        output.close()
+
+
+class FullScreen(Screen):
+    """Its disk is full until `has_room`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_refused, self.has_room = 0, False
+
+    def write(self, data: Any) -> int:
+        if not self.has_room:
+            self.num_refused += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+# OUTPUT-2
+def test_lost_lines_are_told_once_there_is_room() -> None:
+    screen = FullScreen()
+    output = PrefixedOutput(screen, screen)
+    output.write_line("lost")
+    wait_until(lambda: screen.num_refused == 1, "a write that fails")
+    output.write_line("lost too")
+    wait_until(lambda: screen.num_refused == 2, "another one")
+    screen.has_room = True
+    output.write_line("after")
+    output.write_line("the end")
+    warning = b"elasticgang: warning: lines before this one were lost: No space left on device"
+    wait_until(lambda: screen.getvalue() == b"\n" + warning + b"\nafter\nthe end\n", "what follows")
     output.close()
 
 
