@@ -236,7 +236,7 @@ class Agent:
         self._events.write("signal", signal=signal.Signals(number).name)
         if self._confirming is not None:
             self._confirming.cancel()
-        self._handle(SignalReceived(number))
+        self._handle(SignalReceived(signal.SIGTERM if number == signal.SIGHUP else number))  # STOP-HUP
 
     async def _kill_everything(self) -> None:
         self._stopping.set()

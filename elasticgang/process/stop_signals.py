@@ -1,10 +1,12 @@
-"""SIGINT and SIGTERM of a long-running command.
+"""SIGINT, SIGTERM and SIGHUP of a long-running command.
 
 STOP-HELD  They stay pending from before the imports of a long-running command until its event loop handles them.
            Python raises KeyboardInterrupt wherever it is. In a callback of a weak reference, of which every import has
            one, it prints the exception and forgets it: the command would run on.
 STOP-LATE  Once the command's exit code is known, they change nothing. An event loop that closes would restore their
            defaults, and leave behind what the command still waits for.
+STOP-HUP   SIGHUP comes when the terminal or the login is gone. It is handled as the others are, so that an agent ends
+           in order, unless it was ignored when the command was started, as by `nohup`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM))
+STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 
 def hold_stop_signals() -> None:
@@ -24,7 +26,8 @@ def handle_stop_signals(handle: Callable[[int], object]) -> None:
     """From now on call `handle` with each, between two instructions of the first thread. Those that came meanwhile are
     delivered now."""
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: handle(number))
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # STOP-HUP
+            signal.signal(number, lambda number, _: handle(number))
     release_stop_signals()
 
 

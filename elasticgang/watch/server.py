@@ -228,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main(log_dir: str, options: str) -> None:
     """`options`: JSON, see `serving.serve`; "listeners": the descriptors of listening sockets by what they serve."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # SERVER-1
     given = json.loads(options)
     traces, add_scalars = _traces() if given["traces"] else None, _scalars(given["scalars"])

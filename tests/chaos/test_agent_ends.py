@@ -31,13 +31,18 @@ def events_of(job: Job, *names: str) -> list[dict[str, Any]]:
     return [event for event in job.events() if event["event"] in names]
 
 
-def test_an_agent_that_gets_sigterm_lets_its_ranks_go_in_order(tmp_path: Path, alone: str) -> None:
-    """As `docker stop` and Kubernetes send it."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_agent_that_gets_sigterm_lets_its_ranks_go_in_order(
+    tmp_path: Path, alone: str, number: signal.Signals
+) -> None:
+    """As `docker stop` and Kubernetes send it, and as SIGHUP counts (STOP-HUP)."""
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("SIGHUP is ignored here, as under `nohup`")
     with Cluster(tmp_path, holds=[5, 12]) as cluster:
         first = cluster.start(nnodes="2:9")
         second = cluster.start(nnodes="2:9", ranks=1, options=["--grace-period", "60"])
         cluster.reached(5, 3)
-        second.process.terminate()
+        second.process.send_signal(number)
         cluster.leave_requested(5, 1)
         cluster.release(5)
         assert second.wait() == 128 + signal.SIGTERM, second.stderr

@@ -273,6 +273,18 @@ def test_a_rank_may_use_the_grace_period(tmp_path: Path) -> None:
         assert job.stdout.count("saved") == 2
 
 
+# STOP-HUP
+def test_a_job_under_nohup_goes_on_when_its_login_ends(tmp_path: Path) -> None:
+    body = '(here / f"at-{rank}").write_text("1\\n"); wait_for(here / "go")'
+    path = training(tmp_path, steps=3, body=body, setup=WAIT_FOR)
+    with Job(tmp_path, path, prefix=["nohup"], options=["--status-port", "0"]) as job:
+        job.expect_file(tmp_path / "at-0")
+        for process in (psutil.Process(job.process.pid), job.page_server()):
+            process.send_signal(signal.SIGHUP)
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.stderr
+
+
 @pytest.mark.alone  # it has a time bound
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["the agent imports", "the fork server imports", "ranks are started"])
