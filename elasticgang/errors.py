@@ -19,6 +19,7 @@
       EvictedError                    exit; come back as a new member
       StateLostError                  no live holder and no checkpoint
       CheckpointError (ValueError)    a checkpoint is corrupt, or of another model or a newer format
+      MismatchError                   this rank differs from the others: start it with the script that they run
       WireError                       invalid bytes or an incomplete message: close the connection
 
 Some also inherit from Python's own errors, which callers of torch and torchft catch. Every error pickles, because
@@ -106,6 +107,12 @@ class StateLostError(ElasticGangError):
 
 class CheckpointError(ElasticGangError, ValueError):
     """A checkpoint cannot be used: it is corrupt, of another model, or of a newer format. Nothing was loaded."""
+
+
+class MismatchError(ElasticGangError):
+    """This rank makes other training state than the ranks that hold the job's: its script, its arguments or its
+    environment differ. No state has changed. The agent does not restart a rank that came to a running job, and the
+    others go on."""
 
 
 class WireError(ElasticGangError):

@@ -182,6 +182,7 @@ class RankEvents:
                 at_s=died_at,
                 device_fault=self._device_fault(rank),
                 taken=rank.taken,
+                differs=bool(failure and failure["differs"]),
             )
         )
 

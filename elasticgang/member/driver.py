@@ -7,6 +7,10 @@ DRIVER-1  The reduction of the gradients is finished once it has passed on the s
 DRIVER-2  A reduction that has passed counts only if its process groups have no error afterwards (DATA-5).
 DRIVER-3  A number that stands for the global batches of the step is summed with the totals. If ranks take samples of
     different ones, each of them finds that before it prepares, and raises an error. Learners add zeros: they take none.
+DRIVER-4  A rank without state compares the form of its own with that of a peer that holds its part of the model, or
+    that is to load it, before it reduces or heals anything. If they differ it raises an error, and the others are as
+    they would be without it. A rank of another form would reduce other gradients than they do, some under the names of
+    others, and the job would end or train wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from elasticgang.errors import GangError, InvalidOperationError, LayoutError, StateLostError
+from elasticgang.errors import GangError, InvalidOperationError, LayoutError, MismatchError, StateLostError
 from elasticgang.gang import compiled, torch_registry
 from elasticgang.gang.bans import Ban
 from elasticgang.layout import ModelCoordinates
@@ -32,6 +36,7 @@ from elasticgang.protocol import coverage
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coverage import Coverage
+from elasticgang.protocol.form import Form, difference
 from elasticgang.protocol.member_instructions import Do, Instruction
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.record import FormerState, Seat
@@ -75,6 +80,9 @@ class MemberDriver:
         self._has_failed_last = False  # the save of the final state
         self._sized = 0  # the newest generation in which the state of optimizers was measured
         self._covered = 0  # the newest generation whose stages were found to have everything
+        self._form: Form | None = None
+        self._announced: tuple[int, ...] | None = None  # the part of the model that it was announced for
+        self._is_compared = False  # DRIVER-4, of that part
 
     def commit(
         self,
@@ -225,6 +233,7 @@ class MemberDriver:
                 rendezvous.poison(error)
             case do.BuildSeat(coordinates, layout):
                 self._build_seat(ModelCoordinates(*coordinates), layout)
+                self._compare_form((layout, *coordinates))
             case do.KeepFormer(former, is_dropped):
                 self._keep_former(former, is_dropped=is_dropped)
             case do.Move():
@@ -394,6 +403,7 @@ class MemberDriver:
         self._loaded = None
         with self._state_server.exclusive():  # no healer reads what goes
             self._state_server.unregister(built.clear())
+            self._form = self._announced = None
             for reducer in self._seat_reducers:
                 reducer.close()
                 self.reducers.remove(reducer)
@@ -403,6 +413,35 @@ class MemberDriver:
             objects = built.make(part, layout)
         self._seat_reducers = [reducer for reducer in self.reducers if reducer not in others]
         self._state_server.register(built.name_of, **objects)
+
+    def _compare_form(self, part: tuple[int, ...]) -> None:
+        """DRIVER-4. `part`: the layout and the model coordinates. Raises MismatchError: the forms differ."""
+        if self._form is None:
+            forms = [reducer.form for reducer in self.reducers]
+            of_reducers = [
+                (f"{what} in wrapper {number}", how) for number, form in enumerate(forms) for what, how in form
+            ]
+            self._form = (*self._state_server.form, *of_reducers)
+        if self._announced != part:
+            self._state_server.announce_form(part, self._form)
+            self._announced, self._is_compared = part, False
+        state = self.lifecycle.state
+        if self._is_compared or state.tip is not None or state.record is None:
+            return
+        if not (peers := state.sources() or state.first_of_part()):
+            return
+        for peer in peers:
+            with self._page.in_thread_state(ThreadState.WAITING):
+                other = self._state_server.fetch_form(peer.address, part, self._is_over)
+            if other is None:  # the heal finds out why
+                continue
+            self._is_compared = True
+            if (what := difference(self._form, other)) is not None:
+                raise MismatchError(
+                    f"this rank makes other training state than rank {peer.local_rank} on {peer.host}: {what}. Start "
+                    "it with the script, the arguments and the environment of the others."
+                )
+            return
 
 
 def _addresses(sources: Sequence[Seat]) -> list[str]:

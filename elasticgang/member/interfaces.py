@@ -17,6 +17,7 @@ from elasticgang.member.drain import Drain
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coverage import Coverage
+from elasticgang.protocol.form import Form
 from elasticgang.protocol.member_instructions import Instruction, Observed
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import CheckpointRef, FormerState, Holder, Model, Record, Seat
@@ -45,6 +46,17 @@ class StateServer(Protocol):
     @property
     def model(self) -> str:
         """Names, shapes and dtypes of the registered parameters, in short."""
+
+    @property
+    def form(self) -> Form:
+        """The form of the registered objects. Read it before the first step, and when others are registered."""
+
+    def announce_form(self, part: Sequence[int], form: Form) -> None:
+        """Answer peers that ask for the form of `part` of the model, which this rank has, until `unregister`."""
+
+    def fetch_form(self, source: str, part: Sequence[int], cancelled: Callable[[], bool]) -> Form | None:
+        """The form that the peer at `source` has for `part` of the model, once it has that. None: it does not answer,
+        or `cancelled`."""
 
     def wait_for_memory(self) -> None:
         """Wait until memory for a heal is there, up to a limit, once."""
@@ -162,6 +174,10 @@ class Reducer(Protocol):
     """Reduces gradients, as `DistributedDataParallel` does. `is_reproducible`: in one order of additions."""
 
     is_reproducible: bool
+
+    @property
+    def form(self) -> Form:
+        """What the reductions of a step are, in order: all ranks of the gang must have the same."""
 
     @property
     def has_started(self) -> bool:

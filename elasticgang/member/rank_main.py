@@ -17,7 +17,7 @@ import traceback
 from typing import Any, NoReturn
 
 from elasticgang import environment
-from elasticgang.errors import GangError
+from elasticgang.errors import GangError, MismatchError
 from elasticgang.member.drain import Drain
 from elasticgang.member.rank_context import RankContext, inherit
 from elasticgang.process import death_watch, framing, memory_files, stacks, status_page, sum_block
@@ -165,6 +165,7 @@ def _send_failure(notices: socket.socket, exc: BaseException, fault: str | None)
     blameless = fault is None and isinstance(exc, GangError)
     text = _traceback_of(exc)[-_MAX_TRACEBACK:]
     fields = {"traceback": text, "error": _error_line(exc), "blameless": blameless, "device_fault": fault}
+    fields["differs"] = isinstance(exc, MismatchError)
     with contextlib.suppress(OSError):
         notices.sendall(framing.pack("failed", **fields))
 

@@ -69,7 +69,8 @@ class Exited:
     `status`: as `Popen.returncode`, negative for a signal. `blameless`: its script raised an error that a lost peer
     caused. `draining`: it was asked to leave for good. `joined`: it has called `elasticgang.join`. `raised`: its script
     raised an exception, whatever the status says. `step`: the last one it began. `at_s`: CLOCK_MONOTONIC seconds.
-    `device_fault`: how the rank's device has failed; None: it has not. `taken`: that device.
+    `device_fault`: how the rank's device has failed; None: it has not. `taken`: that device. `differs`: it has raised
+    that its training state is of another form than that of the other ranks.
     """
 
     member: str
@@ -82,6 +83,7 @@ class Exited:
     at_s: float = 0.0
     device_fault: str | None = None
     taken: Taken = NOT_JOINED
+    differs: bool = False
 
 
 @value(frozen=True)

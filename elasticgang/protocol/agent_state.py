@@ -25,6 +25,11 @@ AGENT-10  A member that has finished its steps and is killed from outside has no
 AGENT-11  If the job's state is lost while members run that have left their loop, such as by `break`, these go on to
     their end: what they do there may save it. The other members are retired, none is restarted, and then the agent
     fails.
+AGENT-12  A rank that comes to a job which has committed a step, and differs from the others, is refused: it is not
+    restarted, because its script or its environment would have to change, and the others go on without it. It differs
+    if it requests with another layout, number of steps or process group, or raises that its training state is of
+    another form (DRIVER-4). Where the job starts, or goes back to a checkpoint, such a rank ends it as any failure of
+    its script does.
 """
 
 from __future__ import annotations
@@ -83,6 +88,10 @@ _MAX_BACKOFF_S = 10.0
 _FREE_DEATHS = 5
 _MAX_NOT_STARTED = 12  # about a minute and a half
 
+_ALIKE = {  # by setting, what a rank does that differs from the others (AGENT-12)
+    "number of steps": "loops over {} steps, but the other ranks over {}",
+    "process group": "has the process group {}, but the other ranks {}",
+}
 LEFT_STEP = "left a step by an exception, and goes on"  # of a rank, in messages
 
 # The signals by which a process is ended from outside; any other signal is the script's own crash.
@@ -107,6 +116,8 @@ class _Rank:
     generation: int = 0  # the newest in which it had a seat; 0: it had none
     finished: bool = False
     by_script: bool = False
+    comes_late: bool = False  # AGENT-12: its first generation began with a committed step, from no checkpoint
+    is_refused: bool = False
 
 
 @dataclass
@@ -269,14 +280,11 @@ class AgentState:
         rank = self._ranks.get(event.member)
         if rank is None or rank.phase is _Phase.EXITING:
             return []
+        if (what := self._unlike(event)) is not None:
+            return self._refuse(event.member, rank, what)
         is_alone = self.max_agents == 1  # otherwise other hosts may have the ranks that are missing
         if is_alone and (lack := infeasible(event.layout, self.num_ranks)) is not None:
             return [Fail(2, lack)]
-        if self._layout is not None and event.layout != self._layout:
-            return [Fail(2, f"rank {rank.local_rank} declares {event.layout}, but the other ranks {self._layout}")]
-        own, wanted = (dict(settings).get("number of steps") for settings in (event.settings, self._settings))
-        if own is not None and wanted is not None and own != wanted:
-            return [Fail(2, f"rank {rank.local_rank} loops over {own} steps, but the other ranks over {wanted}")]
         self._layout, self._settings = event.layout, self._settings or event.settings
         newcomer = rank.phase is _Phase.STARTING
         rank.phase, rank.report, rank.checkpoint = _Phase.REQUESTING, event.report, event.checkpoint
@@ -292,6 +300,24 @@ class AgentState:
             instructions = self._abort(f"rank {rank.local_rank} {what}", is_effect=not own)
         instructions += self._request_if_ready()
         return self._notice_join() if newcomer and not instructions else instructions
+
+    def _unlike(self, event: RecordRequested) -> str | None:
+        """What of the member's script is not as that of the other ranks. None: nothing."""
+        if self._layout is not None and event.layout != self._layout:
+            return f"declares {event.layout}, but the other ranks {self._layout}"
+        own, wanted = dict(event.settings), dict(self._settings)
+        for name, words in _ALIKE.items():
+            if name in own and name in wanted and own[name] != wanted[name]:
+                return words.format(own[name], wanted[name])
+        return None
+
+    def _refuse(self, member: str, rank: _Rank, what: str) -> list[Instruction]:
+        """AGENT-12."""
+        has_committed = self.record is not None and self.newest_commit is not None
+        if not has_committed or rank.phase is not _Phase.STARTING:
+            return [Fail(2, f"rank {rank.local_rank} {what}")]
+        rank.phase, rank.is_refused = _Phase.EXITING, True
+        return [Warn(f"rank {rank.local_rank} {what}: it is refused, and not restarted"), KillRanks((member,))]
 
     def _unloaded(self, event: RecordRequested) -> str:
         """That the member cannot use the checkpoint which its generation began with: it has not loaded it, and
@@ -424,6 +450,8 @@ class AgentState:
             faulted = self._device_faulted(rank, event, event.device_fault)
             if faulted is not None:
                 return [*instructions, *faulted]
+        if rank.is_refused or (event.differs and rank.comes_late):  # AGENT-12
+            return instructions + self._go_on_without(rank, is_known=rank.is_refused)
         if event.draining and (event.status == 0 or by_kill):
             return instructions + self._end_if_too_few()
         if event.status == 0:
@@ -439,6 +467,16 @@ class AgentState:
             return instructions + self._end_if_too_few()
         self._num_restarts += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
+
+    def _go_on_without(self, rank: _Rank, *, is_known: bool) -> list[Instruction]:
+        """AGENT-12. `is_known`: the user was told."""
+        why = f"rank {rank.local_rank} differs from the others: it is refused, and not restarted"
+        notices: list[Instruction] = [] if is_known else [Warn(why)]
+        if self.finished:  # AGENT-5
+            return notices
+        if self._num_staying == 0:
+            return [*notices, Fail(2, f"no rank of this host is left; {why}")]
+        return notices + self._end_if_too_few()
 
     def _killed_at_end(self, rank: _Rank, event: Exited) -> list[Instruction]:
         """AGENT-10."""
@@ -602,6 +640,8 @@ class AgentState:
             if (seat := own.get(member)) is not None:
                 # A spare runs nothing: its last report stays an open request.
                 rank.phase = _Phase.REQUESTING if seat.status == SPARE else _Phase.SEATED
+                if not rank.entered_any:
+                    rank.comes_late = record.committed.step > 0 and not record.checkpoint
                 rank.entered_any = True
                 rank.generation = record.generation
                 seated.append(member)

@@ -111,6 +111,16 @@ class MemberState:
             and self.record.model_coordinates(seat.member) == self.holds
         )
 
+    def first_of_part(self) -> tuple[Seat, ...]:
+        """The rank that is the first of those with this rank's part of the model, whatever they hold. Empty: it is this
+        rank."""
+        record = self.record
+        assert record is not None
+        ranks = record.plan.ranks
+        first = min((m for m in ranks if record.model_coordinates(m) == self.holds), key=ranks.__getitem__)
+        seat = record.seat(first)
+        return () if seat is None or first == self.member else (seat,)
+
     # -- one step
 
     def attempt(self) -> Attempt:

@@ -21,6 +21,9 @@ REGISTERED-6  The settings of an optimizer, such as its learning rate, are small
     differ in them while a step runs.
 REGISTERED-7  Of a DTensor in small state a rank sends its part, and tells that it is one. The healer takes it into a
     DTensor that is placed like its own one in the same place of the state. Where it has none, it refuses the state.
+REGISTERED-8  The form of an object is that before the first step. Of buffers it has the names alone: forward may
+    replace them, and a heal takes another shape (BUFFERS-2). Of an optimizer it has the parameters of each group, in
+    order, and not the settings, which a heal takes too (REGISTERED-6), nor its state, which the first apply makes.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elasticgang.errors import WireError
+from elasticgang.protocol.form import Form, Item
 from elasticgang.state import memory_reserve, staging, transport
 from elasticgang.state.buffers import Buffers, HeldBuffers
 from elasticgang.state.dtensor import Part, like, local, locally, placed_like
@@ -94,6 +98,7 @@ class RegisteredState:
         self._keys: dict[str, dict[str, str]] = {}  # REGISTERED-2
         self._optimizers: dict[str, Stateful] = {}
         self._others: dict[str, Stateful] = {}
+        self._forms: dict[str, Form] = {}  # by the name of the object, of those that `form` has read
         self.snapshot: dict[str, Any] = {}
         self._held: list[HeldBuffers] = []  # with the snapshot
         self.written: Any = None
@@ -134,8 +139,8 @@ class RegisteredState:
         for name in names:
             for extra in [other for other in self._others if other.startswith(f"{name}{EXTRA}")]:
                 del self._others[extra]
-            kinds = (self._modules, self._name_of, self._parameters, self._keys, self._optimizers, self._others)
-            for objects in kinds:
+            of_modules = (self._modules, self._name_of, self._parameters, self._keys)
+            for objects in (*of_modules, self._optimizers, self._others, self._forms):
                 objects.pop(name, None)
         self.keep_snapshot()
 
@@ -355,6 +360,29 @@ class RegisteredState:
         return f"{len(found)} parameters of {sum(size for *_, size in found)} elements ({digest})"
 
     @property
+    def form(self) -> Form:
+        """REGISTERED-8: of all objects. Read it before the first step, and when others are registered."""
+        names = {
+            id(each): f"{key} of {name!r}"
+            for name, parameters in self._parameters.items()
+            for key, each in parameters.items()
+        }
+        for name in self._modules.keys() - self._forms.keys():
+            self._forms[name] = tuple(self._form_of_module(name))
+        for name in self._optimizers.keys() - self._forms.keys():
+            self._forms[name] = tuple(_form_of_optimizer(name, self._optimizers[name], names))
+        kinds = (self._modules, self._others, self._optimizers)
+        objects = [(f"the object {name!r}", "registered") for of_kind in kinds for name in of_kind]
+        found = [self._forms[name] for name in (*self._modules, *self._optimizers)]
+        return (*objects, *(item for of_object in found for item in of_object))
+
+    def _form_of_module(self, name: str) -> Iterator[Item]:
+        for key, parameter in self._parameters[name].items():
+            yield f"parameter {key!r} of {name!r}", _described(parameter)
+        for key in self._named(name, self._modules[name].named_buffers()):
+            yield f"buffer {key!r} of {name!r}", "registered"
+
+    @property
     def optimizer_bytes(self) -> int:
         """How much of a `MemoryReserve` the local state of optimizers takes. 0: an optimizer cannot say."""
         try:
@@ -507,6 +535,23 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from _tensors_in(value)
+
+
+def _described(parameter: Tensor) -> str:
+    """In words: shape and dtype, and where a rank has its part."""
+    found = f"{list(parameter.shape)} of {str(parameter.dtype).removeprefix('torch.')}"
+    return f"{found}, placed {parameter.placements}" if isinstance(parameter, DTensor) else found
+
+
+def _form_of_optimizer(name: str, optimizer: Any, names: dict[int, str]) -> Iterator[Item]:
+    """REGISTERED-8. `names`: of parameters, by their ids."""
+    kind = type(getattr(optimizer, "optim", optimizer))  # of what `elasticgang.Optimizer` wraps
+    yield f"the class of {name!r}", f"{kind.__module__}.{kind.__qualname__}"
+    for number, group in enumerate(groups_of(optimizer)):
+        what = f"group {number} of {name!r}"
+        yield what, f"{len(group['params'])} parameters"
+        for place, parameter in enumerate(group["params"]):
+            yield f"parameter {place} of {what}", names.get(id(parameter)) or f"{_described(parameter)}, not registered"
 
 
 class _Slot(NamedTuple):

@@ -24,11 +24,13 @@ from typing import Any, Protocol
 
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.form import Form
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.host_addresses import addresses_of
-from elasticgang.state import heal_addresses, serving, staging, transport
+from elasticgang.state import form_exchange, heal_addresses, serving, staging, transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.digests import Digests, digest_for
+from elasticgang.state.form_exchange import FormExchange
 from elasticgang.state.healer import Healer
 from elasticgang.state.memory_reserve import MemoryReserve
 from elasticgang.state.peer_memory import Lender
@@ -86,7 +88,8 @@ class SnapshotServer:
         authenticator = self.authenticator = Authenticator(job, credentials or Credentials())
         self._state = RegisteredState(MemoryReserve(reserved_bytes))
         self._healer = Healer(self._state, authenticator, on_heal_progress)
-        self._kinds: dict[str, Callable[[Channel, dict[str, Any]], None]] = {}
+        self._forms = FormExchange(authenticator)
+        self._kinds: dict[str, Callable[[Channel, dict[str, Any]], None]] = {form_exchange.KIND: self._forms.serve}
         self._changed = threading.Condition()
         self._serving: Attempt | None = None
         self._forward_done = False
@@ -120,6 +123,7 @@ class SnapshotServer:
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names, and what an unfinished heal has received for them. Call it inside
         `exclusive`."""
+        self._forms.forget()
         self._healer.forget()
         self._state.unregister(names)
 
@@ -144,6 +148,20 @@ class SnapshotServer:
     def model(self) -> str:
         """As of `RegisteredState`."""
         return self._state.model
+
+    @property
+    def form(self) -> Form:
+        """As of `RegisteredState`."""
+        return self._state.form
+
+    def announce_form(self, part: Sequence[int], form: Form) -> None:
+        """Answer peers that ask for the form of `part` of the model, which this rank has, until `unregister`."""
+        self._forms.announce(part, form)
+
+    def fetch_form(self, source: str, part: Sequence[int], cancelled: Callable[[], bool]) -> Form | None:
+        """The form that the peer at `source` has for `part` of the model, once it has that. None: it does not answer,
+        or `cancelled`."""
+        return self._forms.fetch(heal_addresses.stripes([source], self.address)[0], part, cancelled)
 
     def release_memory(self) -> None:
         """RESERVE-2."""

@@ -43,6 +43,7 @@ from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager
+from elasticgang.protocol.form import Form
 from elasticgang.torch_private import AllocatesVectors, rebuild_buckets, zeroed_buckets
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
@@ -151,6 +152,9 @@ class DistributedDataParallel(nn.Module):
                     "`ShardedDataParallel`."
                 )
         self._over = over
+        self._options = (
+            f"over={over!r}, reduction={reduction!r}, keep={keep}, find_unused_parameters={find_unused_parameters}"
+        )
         self.is_reproducible = reduction == "reproducible"
         self.module = module
         self._trainable = Trainable(module)
@@ -247,6 +251,10 @@ class DistributedDataParallel(nn.Module):
         own = [None if each.grad is None else part for each, part in zip(parameters, gradients, strict=True)]
         self._reduced.append(_Reduced(parameters, gradients, own, buffer, buffer._version))
         self._start_in_turn()
+
+    @property
+    def form(self) -> Form:
+        return self._trainable.form(f"DistributedDataParallel({self._options})", self._parameters_of)
 
     @property
     def has_started(self) -> bool:

@@ -32,6 +32,7 @@ from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager, Step
+from elasticgang.protocol.form import Form
 from elasticgang.state.dtensor import like, local, local_gradient
 from elasticgang.torch_private import forget_iteration, holds_gradients
 from elasticgang.train.kept_gradients import slot_gradients
@@ -62,6 +63,7 @@ class ShardedDataParallel(nn.Module):
         """
         super().__init__()
         check_reduction(reduction)
+        self._options = f"reduction={reduction!r}, keep={keep}"
         self.is_reproducible = reduction == "reproducible"
         self._scatters: list[TreeReduceScatter] = []
         self._slot: tuple[Step, int | None] | None = None  # the last one of `accumulate`
@@ -123,6 +125,10 @@ class ShardedDataParallel(nn.Module):
                 'with `reduction="reproducible"` or `keep=True`, `fully_shard` must reduce the gradients of each slot, '
                 "but has not reduced those of the last one: leave out `set_requires_gradient_sync(False)`."
             )
+
+    @property
+    def form(self) -> Form:
+        return self._trainable.form(f"{type(self).__name__}({self._options})", self._by_dtype.values())
 
     @property
     def has_started(self) -> bool:

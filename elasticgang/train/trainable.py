@@ -7,11 +7,12 @@ TRAINABLE-1  They are those that require gradients when the module is wrapped, w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from elasticgang.errors import InvalidOperationError
+from elasticgang.protocol.form import Form
 
 
 class Trainable:
@@ -19,6 +20,7 @@ class Trainable:
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._others = {name: each for name, each in module.named_parameters() if not each.requires_grad}
 
     def check(self) -> None:
@@ -30,6 +32,19 @@ class Trainable:
                     "its gradient. Wrap the module while all parameters to be trained require gradients, and freeze "
                     "them by `requires_grad_(False)` afterwards."
                 )
+
+    def form(self, how: str, groups: Iterable[Sequence[Tensor]]) -> Form:
+        """Of a reducer (FORM-1) that reduces the gradients of these `groups` of parameters one after the other. `how`:
+        its options."""
+        in_order = [(each, number) for number, group in enumerate(groups) for each in group]
+        items = [
+            (
+                f"the gradient of {self._names[id(each)]}",
+                f"number {place}, in bucket {number}, of {each.numel()} elements of {str(each.dtype)[6:]}",
+            )
+            for place, (each, number) in enumerate(in_order)
+        ]
+        return (("the reduction", how), *items)
 
     @contextlib.contextmanager
     def required(self) -> Iterator[None]:

@@ -15,10 +15,20 @@ from torch import nn
 from elasticgang import testing
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.commit import Attempt
+from elasticgang.state import form_exchange, transport
 from elasticgang.state import snapshot_server as keeper_module
-from elasticgang.state import transport
 from elasticgang.state.snapshot_server import SnapshotServer
-from tests.integration.state_ranks import AT, AUTHENTICATOR, DEADLINE_S, Background, Counter, Rank, Ranks, same
+from tests.integration.state_ranks import (
+    AT,
+    AUTHENTICATOR,
+    DEADLINE_S,
+    Background,
+    Counter,
+    FakeSource,
+    Rank,
+    Ranks,
+    same,
+)
 from tests.support import wait_until
 
 # -- holding back the apply
@@ -231,3 +241,56 @@ def test_an_object_whose_state_cannot_be_sent_is_refused_when_it_is_registered(r
     counter.state["handle"] = object()
     with pytest.raises(TypeError, match=r"state\['handle'\] is of object"):
         ranks(1).server.register(other=counter)
+
+
+# -- forms
+
+
+FORM = (("parameter 'weight' of 'model'", "[3] of float32"),)
+
+
+# FORMEXCHANGE-1
+def test_a_peer_gets_the_form_once_the_rank_has_its_part(ranks: Ranks) -> None:
+    source, peer = ranks(0), ranks(0)
+    source.server.announce_form((0, 0, 0, 0), (("another", "part"),))
+    asked = threading.Event()
+
+    def is_cancelled() -> bool:
+        asked.set()
+        return False
+
+    fetched = Background(lambda: peer.server.fetch_form(source.server.address, (0, 0, 0, 1), is_cancelled))
+    assert asked.wait(DEADLINE_S)
+    source.server.unregister(["counter"])
+    source.server.announce_form((0, 0, 0, 1), FORM)
+    assert fetched.result() == FORM
+
+
+# FORMEXCHANGE-1
+def test_a_peer_asks_again_where_the_rank_takes_long_to_build_its_part(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(form_exchange, "BUILT_S", 0.01)
+    source, peer = ranks(0), ranks(0)
+    num_looks = 0
+
+    def is_cancelled() -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 10:
+            source.server.announce_form((0, 0, 0, 0), FORM)
+        return False
+
+    assert peer.server.fetch_form(source.server.address, (0, 0, 0, 0), is_cancelled) == FORM
+
+
+# FORMEXCHANGE-1
+def test_nobody_waits_for_a_form_longer_than_the_generation_or_the_peer_lasts(ranks: Ranks) -> None:
+    source, peer = ranks(0), ranks(0)
+    ended = threading.Event()
+    fetched = Background(lambda: peer.server.fetch_form(source.server.address, (0, 0, 0, 0), ended.is_set))
+    ended.set()
+    assert fetched.result() is None
+    with FakeSource(lambda channel: channel.send({"form": [["a"]]})) as invalid:
+        assert peer.server.fetch_form(invalid.address, (0, 0, 0, 0), lambda: False) is None
+    assert peer.server.fetch_form("127.0.0.1:1", (0, 0, 0, 0), lambda: False) is None

@@ -78,8 +78,10 @@ class Host:
     ) -> list[Instruction]:
         return self.state.handle(Exited(member, status, blameless, goes))
 
-    def raises(self, member: str, step: int | None, status: int = 1, *, goes: bool = False) -> list[Instruction]:
-        return self.state.handle(Exited(member, status, draining=goes, raised=True, step=step))
+    def raises(
+        self, member: str, step: int | None, status: int = 1, *, goes: bool = False, differs: bool = False
+    ) -> list[Instruction]:
+        return self.state.handle(Exited(member, status, draining=goes, raised=True, step=step, differs=differs))
 
     def commits(self, *members: str, step: int = 1) -> None:
         for member in members:

@@ -1,6 +1,6 @@
 """Rules of agents that are not ours, each with the unit test that shows what it breaks.
 
-They are about starts and restarts, devices, failures of scripts, hangs.
+They are about starts and restarts, devices, failures of scripts, ranks that differ, hangs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from elasticgang.protocol import (
     agent_lifecycle,
     device_errors,
     devices,
+    form,
     hang_detector,
     member_lifecycle,
     restarts,
 )
-from elasticgang.protocol.agent_events import Committed, Event, Fail, PeerNotice
+from elasticgang.protocol.agent_events import Committed, Event, Fail, PeerNotice, Restart
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
@@ -36,11 +37,13 @@ from tests.unit import (
     test_coordinator_state,
     test_device_errors,
     test_devices,
+    test_form,
     test_hang_detector,
     test_member_lifecycle,
     test_reshape,
     test_restarts,
 )
+from tests.unit.agent_hosts import LAYOUT
 from tests.unit.patches import always
 from tests.unit.unit_mutant import UnitMutant
 
@@ -160,6 +163,20 @@ AGENT_MUTANTS = {
     "a lost state ends ranks that have left their loop": UnitMutant(
         ((AgentState, "_lose_state", lambda _, reason: [Fail(1, reason)]),),
         test_agent_state.test_a_lost_state_ends_no_rank_that_has_left_its_loop,
+    ),
+    "a rank that differs ends the others": UnitMutant(
+        ((AgentState, "_refuse", lambda self, member, rank, what: [Fail(2, what)]),),
+        lambda: test_agent_state.test_a_rank_that_comes_back_with_other_settings_is_refused_alone(
+            test_agent_state.OF_MORE, LAYOUT, "loops over 200 steps, but the other ranks over 10"
+        ),
+    ),
+    "a rank that differs is restarted": UnitMutant(
+        ((AgentState, "_go_on_without", lambda self, rank, is_known: [Restart(rank.local_rank, 0.0)]),),
+        test_agent_state.test_a_rank_whose_state_is_of_another_form_is_refused_alone,
+    ),
+    "the order of a form counts": UnitMutant(
+        ((form, "difference", lambda own, other: None if own == other else "the order"),),
+        test_form.test_the_order_of_the_items_does_not_count,
     ),
     "no layout waits for ranks that start": UnitMutant(
         ((AgentState, "num_starting", 0),),

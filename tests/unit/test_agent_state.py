@@ -16,6 +16,7 @@ from elasticgang.protocol.agent_events import (
     Exited,
     Fail,
     Finished,
+    KillRanks,
     NotStarted,
     RecordRequested,
     RequestRecord,
@@ -201,6 +202,92 @@ def test_ranks_that_loop_over_other_numbers_of_steps_end_the_job() -> None:
     assert host.asks("a0", settings=(("number of steps", "10"),)) == []
     (failed,) = host.asks("a1", settings=(("number of steps", "200"),))
     assert failed == Fail(2, "rank 1 loops over 200 steps, but the other ranks over 10")
+
+
+OF_TEN, OF_MORE = (("number of steps", "10"),), (("number of steps", "200"),)
+
+
+def restarted(*, num_ranks: int = 3) -> Host:
+    """The last rank was killed after a committed step, and has started again: the others go on in generation 2."""
+    host = Host(num_ranks)
+    members = [f"a{rank}" for rank in range(num_ranks)]
+    host.start(*members)
+    for member in members:
+        host.asks(member, settings=OF_TEN)
+    host.is_answered(record_of(members))
+    host.commits(*members)
+    *others, killed = members
+    assert Restart(num_ranks - 1, 0.0) in host.exits(killed)
+    for member in others:
+        host.asks(member, settings=OF_TEN, broken=True)
+    host.is_answered(record_of(others, 2, committed=Attempt(1, 1)) if others else Undecided("no rank is here"))
+    host.start(f"{killed}'")
+    return host
+
+
+REFUSED = "rank 2 differs from the others: it is refused, and not restarted"
+
+
+# AGENT-12
+@pytest.mark.parametrize(
+    ("settings", "layout", "why"),
+    [
+        (OF_MORE, LAYOUT, "loops over 200 steps, but the other ranks over 10"),
+        (OF_TEN, ParallelLayout(tp=4), f"declares {ParallelLayout(tp=4)}, but the other ranks {LAYOUT}"),
+    ],
+)
+def test_a_rank_that_comes_back_with_other_settings_is_refused_alone(
+    settings: tuple[tuple[str, str], ...], layout: ParallelLayout, why: str
+) -> None:
+    host = restarted()
+    told = Warn(f"rank 2 {why}: it is refused, and not restarted")
+    assert host.asks("a2'", settings=settings, layout=layout) == [told, KillRanks(("a2'",))]
+    assert host.exits("a2'") == []
+    assert host.asks("a0", settings=OF_TEN) == []  # nobody waits for the refused one
+    assert host.asks("a1", settings=OF_TEN) == [RequestRecord()]
+    assert [member.id for member in host.state.report().members] == ["a0", "a1"]
+
+
+# AGENT-12
+def test_a_rank_that_comes_back_with_another_process_group_is_refused_alone() -> None:
+    host = Host(2)
+    host.start("a0", "a1")
+    for member in ("a0", "a1"):
+        host.asks(member, settings=(("process group", "isolated-gloo"),))
+    host.is_answered(record_of(["a0", "a1"]))
+    host.commits("a0", "a1")
+    host.exits("a1")
+    host.start("a1'")
+    why = "rank 1 has the process group gloo, but the other ranks isolated-gloo: it is refused, and not restarted"
+    assert host.asks("a1'", settings=(("process group", "gloo"),)) == [Warn(why), KillRanks(("a1'",))]
+
+
+# AGENT-12
+def test_a_rank_whose_state_is_of_another_form_is_refused_alone() -> None:
+    host = restarted()
+    assert host.asks("a2'", settings=OF_TEN) == [AnnounceJoin(("a0", "a1"), 2)]
+    host.asks("a0", settings=OF_TEN)
+    host.asks("a1", settings=OF_TEN)
+    host.is_answered(record_of(["a0", "a1", "a2'"], 3, committed=Attempt(1, 1)))
+    assert host.leaves("a2'", finished=False) == [Abort(("a0", "a1"), 3, "rank 2 left before the last step")]
+    assert host.raises("a2'", None, differs=True) == [Warn(REFUSED)]
+
+
+# AGENT-12
+def test_a_rank_of_another_form_ends_a_job_that_starts_though_the_others_commit_meanwhile() -> None:
+    host = running(2, max_restarts=3)
+    host.commits("a0")
+    (failed,) = [each for each in host.raises("a1", None, differs=True) if isinstance(each, Fail)]
+    assert failed == Fail(1, "rank 1 exited with code 1 before its first committed step")
+
+
+# AGENT-12
+def test_an_agent_whose_last_rank_is_refused_fails() -> None:
+    host = restarted(num_ranks=1)
+    host.asks("a0'", settings=OF_TEN)
+    host.is_answered(record_of(["a0'", "b0"], 3, committed=Attempt(1, 1)))
+    (failed,) = [each for each in host.raises("a0'", None, differs=True) if isinstance(each, Fail)]
+    assert failed == Fail(2, f"no rank of this host is left; {REFUSED.replace('2', '0')}")
 
 
 def test_a_rank_that_goes_on_after_an_exception_is_the_cause() -> None:

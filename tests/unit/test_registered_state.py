@@ -226,3 +226,96 @@ def test_models_of_other_names_shapes_or_dtypes_are_told_apart() -> None:
     assert model(model=nn.Linear(2, 3)) == one
     others = [model(m=nn.Linear(2, 3)), model(model=nn.Linear(3, 2)), model(model=nn.Linear(2, 3).double())]
     assert len({one, *others, model(model=nn.Linear(2, 3, bias=False))}) == 5
+
+
+# -- the form that peers compare
+
+
+class Two(nn.Module):
+    one: nn.Linear
+    two: nn.Linear
+    scale: Tensor
+
+    def __init__(self, first: str = "one", second: str = "two", *, size: int = 3) -> None:
+        super().__init__()
+        for name in (first, second):
+            setattr(self, name, nn.Linear(size, size))
+        self.register_buffer("scale", torch.ones(1))
+
+
+def form_of(module: nn.Module, optim: object) -> dict[str, str]:
+    registered = RegisteredState()
+    registered.register(model=module, optim=optim)
+    return dict(registered.form)
+
+
+def differing(module: nn.Module, optim: object) -> set[str]:
+    """The items of the form that are not those of `Two` with AdamW."""
+    usual = Two()
+    one, other = form_of(usual, torch.optim.AdamW(usual.parameters())), form_of(module, optim)
+    return {name for name in {**one, **other} if one.get(name) != other.get(name)}
+
+
+def adamw(module: nn.Module, **settings: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(module.parameters(), **settings)  # type: ignore[arg-type]
+
+
+# REGISTERED-8
+def test_a_form_names_what_all_ranks_have_alike() -> None:
+    module = Two()
+    groups: list[dict[str, Any]] = [{"params": [module.two.bias]}, {"params": [module.one.weight]}]
+    found = form_of(module, torch.optim.SGD(groups, lr=0.1))
+    assert found["parameter 'one.weight' of 'model'"] == "[3, 3] of float32"
+    assert found["the class of 'optim'"] == "torch.optim.sgd.SGD"
+    assert found["group 1 of 'optim'"] == "1 parameters"
+    assert found["parameter 0 of group 0 of 'optim'"] == "two.bias of 'model'"
+    assert found["parameter 0 of group 1 of 'optim'"] == "one.weight of 'model'"
+
+
+# REGISTERED-8
+@pytest.mark.parametrize("case", ["order", "tied", "dtype", "class", "buffer", "groups"])
+def test_another_script_has_another_form(case: str) -> None:
+    module = Two("two", "one") if case == "order" else Two()
+    if case == "tied":
+        module.two.weight = module.one.weight
+    elif case == "dtype":
+        module.one.double()
+    elif case == "buffer":
+        module.register_buffer("further", torch.ones(1))
+    optim: torch.optim.Optimizer = torch.optim.SGD(module.parameters()) if case == "class" else adamw(module)
+    if case == "groups":
+        optim = torch.optim.AdamW([{"params": list(each.parameters())} for each in (module.one, module.two)])
+    found = differing(module, optim)
+    expected = {
+        "order": "parameter 0 of group 0 of 'optim'",
+        "tied": "parameter 'two.weight' of 'model'",
+        "dtype": "parameter 'one.bias' of 'model'",
+        "class": "the class of 'optim'",
+        "buffer": "buffer 'further' of 'model'",
+        "groups": "group 1 of 'optim'",
+    }
+    assert expected[case] in found
+
+
+# REGISTERED-8
+def test_a_form_has_no_values_and_nothing_that_a_heal_takes() -> None:
+    module = Two()
+    module.scale = torch.ones(7)
+    optim = adamw(module, lr=0.5)
+    module.one(torch.ones(3)).sum().backward()
+    optim.step()
+    module.one.requires_grad_(False)
+    assert differing(module, optim) == set()
+
+
+# REGISTERED-8
+def test_the_form_of_an_object_stays_as_it_was_before_the_first_step() -> None:
+    module, registered = Two(), RegisteredState()
+    registered.register(model=module)
+    before = registered.form
+    module.register_buffer("cache", torch.ones(1))  # by forward
+    assert registered.form == before
+    registered.register(later=nn.Linear(1, 1))
+    assert set(before) < set(registered.form)
+    registered.unregister(["later"])
+    assert registered.form == before

@@ -38,6 +38,7 @@ RULES = {
     "AGENT-9": ("no layout waits for ranks that start", "ranks that start are never late"),
     "AGENT-10": ("a kill after the last step is nothing",),
     "AGENT-11": ("a lost state ends ranks that have left their loop",),
+    "AGENT-12": ("a rank that differs ends the others", "a rank that differs is restarted"),
     "ALONE": ("joiners go on alone",),
     "BACK": (
         "a record that nobody has accepted outlives its office",
@@ -67,6 +68,7 @@ RULES = {
     "DIVISION-4": ("a sum is kept with a run that the group has not",),
     "DIVISION-5": ("gradients of another state are kept",),
     "FENCE": ("a record is delivered without a lease", "an agent is ready beside a record that waits"),
+    "FORM-1": ("the order of a form counts",),
     "HANG-1": ("a rank that is blocked may hang", "every edge blocks every rank"),
     "HANG-2": ("nobody is blocked in a collective",),
     "HANG-3": ("paused time counts", "the agent's own standstill counts"),

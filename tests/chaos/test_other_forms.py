@@ -1,0 +1,123 @@
+"""Ranks whose scripts make other training state than the others do: at the start, and when one comes back."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.training_scripts import script
+from tests.support import Job
+
+HERE = "127.0.0.1"
+REFUSED = "elasticgang: rank 1 differs from the others: it is refused, and not restarted"
+
+
+def training(directory: Path, *, change: str, begins: bool = False, builds: bool = False) -> Path:
+    """Rank 1 differs by `change`, from its restart on or, with `begins`, from its start. `builds`: the state is made by
+    `manager.build`."""
+    make = "state = manager.build(make)" if builds else "state = make()\n        manager.register_state(**vars(state))"
+    return script(
+        directory,
+        f"""\
+        import os, pathlib, signal, time, types
+        import torch
+        from torch import nn
+        import elasticgang as eg
+
+        here, rank = pathlib.Path({str(directory)!r}), int(os.environ["LOCAL_RANK"])
+        manager = eg.join()
+        sizes, names, optimizer, frozen, steps = 3, ("one", "two"), torch.optim.AdamW, (), 10**9
+        if rank == 1 and ({begins} or (here / "killed").exists()):
+            {change}
+
+        def make(seat=None):
+            torch.manual_seed(0)
+            module = nn.Sequential()
+            for name in names:
+                module.add_module(name, nn.Linear(sizes, sizes))
+            for name in frozen:
+                module.get_submodule(name).requires_grad_(False)
+            model = eg.DistributedDataParallel(manager, module)
+            found = dict(model=model, optim=eg.Optimizer(manager, optimizer(module.parameters(), lr=0.1)))
+            return found if seat is not None else types.SimpleNamespace(**found)
+
+        {make}
+        batches = eg.GlobalBatch(16, size=4, slot=2)
+        for step in manager.steps(steps):
+            with step:
+                slots = batches.slots(step)
+                for slot in slots:
+                    with state.model.accumulate(last=slot.last):
+                        state.model(torch.ones(2, sizes)).sum().backward()
+                if rank == 1 and step.index == 5 and not (here / "killed").exists():
+                    (here / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                state.optim.step(weight=slots.num_samples)
+            if (here / "over").exists():
+                manager.leave()
+        print("left", manager.committed_steps, flush=True)
+        """,
+    )
+
+
+CHANGES = {
+    "sizes = 4": "parameter 'module.one.weight' of 'model' is [4, 4] of float32 here, and [3, 3] of float32 there",
+    'names = ("two", "one")': "parameter 0 of group 0 of 'optim' is module.two.weight of 'model' here, and "
+    "module.one.weight of 'model' there",
+    'frozen = ("one",)': "the gradient of one.bias in wrapper 0 is missing here, and number 2, in bucket 0, of 3 "
+    "elements of float32 there",
+    "optimizer = torch.optim.SGD": "the class of 'optim' is torch.optim.sgd.SGD here, and torch.optim.adamw.AdamW "
+    "there",
+}
+
+
+# DRIVER-4 AGENT-12
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("builds", [False, True], ids=["registered", "built"])
+def test_a_rank_that_comes_back_with_another_form_is_refused_and_the_others_go_on(
+    tmp_path: Path, change: str, builds: bool
+) -> None:
+    with Job(tmp_path, training(tmp_path, change=change, builds=builds), ranks=3) as job:
+        job.expect_line(REFUSED)
+        job.expect("generation_change", count=4)
+        (tmp_path / "over").touch()
+        assert job.wait() == 0, job.stderr
+        job.assert_nothing_left()
+        assert job.stderr.count("Traceback (most recent call last)") == 1
+        assert (
+            f"MismatchError: this rank makes other training state than rank 0 on {HERE}: {CHANGES[change]}"
+            in job.stderr
+        )
+        assert job.stdout.count("left ") == 2
+        spawned = [event["local_rank"] for event in job.events() if event["event"] == "spawned"]
+        assert spawned.count(1) == 2
+
+
+# AGENT-12
+def test_a_rank_that_comes_back_with_another_number_of_steps_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    with Job(tmp_path, training(tmp_path, change="steps = 20"), ranks=2) as job:
+        job.expect_line(
+            "rank 1 loops over 20 steps, but the other ranks over 1000000000: it is refused, and not restarted"
+        )
+        (tmp_path / "over").touch()
+        assert job.wait() == 0, job.stderr
+        job.assert_nothing_left()
+        assert job.stdout.count("left ") == 1
+
+
+# DRIVER-4
+def test_ranks_that_begin_with_other_forms_end_the_job_with_both(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for number, change in enumerate(CHANGES):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            path = training(directory, change=change, begins=True)
+            jobs[change] = stack.enter_context(Job(directory, path))
+        for change, job in jobs.items():
+            assert job.wait() == 1
+            job.assert_nothing_left()
+            assert f"than rank 0 on {HERE}: {CHANGES[change]}" in job.stderr
+            assert job.stderr.splitlines()[-1].endswith("rank 1 exited with code 1 before its first committed step")
