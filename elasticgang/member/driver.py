@@ -11,6 +11,9 @@ DRIVER-4  A rank without state compares the form of its own with that of a peer 
     that is to load it, before it reduces or heals anything. If they differ it raises an error, and the others are as
     they would be without it. A rank of another form would reduce other gradients than they do, some under the names of
     others, and the job would end or train wrong.
+DRIVER-5  In the first `_NUM_COMPARED` steps in which such a rank votes, it compares the settings of its optimizer with
+    those of a peer that was there before, once both are about to vote. Some may come from the script alone, such as a
+    learning rate that it sets in each step. If they differ it raises an error before it votes.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
 _NUM_SAVES = 2  # numbers of a vote that are of checkpoints
+_NUM_COMPARED = 3  # DRIVER-5: what a schedule does after the first of these steps is seen in the second
 
 
 class MemberDriver:
@@ -83,6 +87,8 @@ class MemberDriver:
         self._form: Form | None = None
         self._announced: tuple[int, ...] | None = None  # the part of the model that it was announced for
         self._is_compared = False  # DRIVER-4, of that part
+        self._former: frozenset[str] = frozenset()  # DRIVER-5: members of the part that were there before this one
+        self._num_compared = 0  # steps
 
     def commit(
         self,
@@ -93,17 +99,23 @@ class MemberDriver:
         numbers: Sequence[float],
         names: int,
         taken: Collection[tuple[BatchShape, int]],
+        settings: Callable[[], Form],
     ) -> bool:
-        """`taken`: the global batches of the step, each with its first position (DRIVER-3).
+        """`taken`: the global batches of the step, each with its first position (DRIVER-3). `settings`: of the
+        optimizer (DRIVER-5).
 
         Raises:
             InvalidOperationError: as `MemberLifecycle.commit` does; or DRIVER-3.
+            MismatchError: DRIVER-5.
         """
         self.samples.vote(self.lifecycle.state.committed.step, [shape for shape, _ in taken])
         self._apply, self._measure, self._prepare, self._taken = apply, measure, prepare, sorted(taken)
+        self._state_server.announce_settings(self.lifecycle.state.attempt(), settings)
         try:
+            self._compare_settings(settings)
             return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
         finally:
+            self._state_server.withdraw_settings()
             self._taken = []  # of no other sum
 
     def run(self, routine: Routine[_T]) -> _T:
@@ -430,6 +442,7 @@ class MemberDriver:
             return
         if not (peers := state.sources() or state.first_of_part()):
             return
+        self._former, self._num_compared = frozenset(peer.member for peer in peers), 0
         for peer in peers:
             with self._page.in_thread_state(ThreadState.WAITING):
                 other = self._state_server.fetch_form(peer.address, part, self._is_over)
@@ -441,6 +454,28 @@ class MemberDriver:
                     f"this rank makes other training state than rank {peer.local_rank} on {peer.host}: {what}. Start "
                     "it with the script, the arguments and the environment of the others."
                 )
+            return
+
+    def _compare_settings(self, settings: Callable[[], Form]) -> None:
+        """DRIVER-5. Raises MismatchError: they differ."""
+        state = self.lifecycle.state
+        if not (self._former and state.is_active and state.tip is not None) or self._is_over():
+            return
+        attempt = state.attempt()
+        for peer in [source for source in state.sources() if source.member in self._former]:
+            with self._page.in_thread_state(ThreadState.WAITING):
+                other = self._state_server.fetch_settings(peer.address, attempt, self._is_over)
+            if other is None:
+                continue
+            if (what := difference(settings(), other)) is not None:
+                raise MismatchError(
+                    f"this rank is about to apply step {attempt.step - 1} with other settings than rank "
+                    f"{peer.local_rank} on {peer.host}: {what}. What the script computes them from must be alike on "
+                    "all ranks, or registered, as a learning rate schedule is by `register_state(schedule=schedule)`."
+                )
+            self._num_compared += 1
+            if self._num_compared == _NUM_COMPARED:
+                self._former = frozenset()
             return
 
 

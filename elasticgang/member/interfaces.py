@@ -58,6 +58,17 @@ class StateServer(Protocol):
         """The form that the peer at `source` has for `part` of the model, once it has that. None: it does not answer,
         or `cancelled`."""
 
+    def announce_settings(self, attempt: Attempt, settings: Callable[[], Form]) -> None:
+        """Answer peers that ask for the settings with which this rank is about to apply `attempt`, until
+        `withdraw_settings`. `settings`: called on other threads."""
+
+    def withdraw_settings(self) -> None:
+        """They may change from now on."""
+
+    def fetch_settings(self, source: str, attempt: Attempt, cancelled: Callable[[], bool]) -> Form | None:
+        """The settings with which the peer at `source` is about to apply `attempt`. None: it does not say that within
+        a time limit, does not answer, or `cancelled`."""
+
     def wait_for_memory(self) -> None:
         """Wait until memory for a heal is there, up to a limit, once."""
 

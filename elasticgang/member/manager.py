@@ -29,6 +29,7 @@ from elasticgang.member.driver import MemberDriver
 from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, SlotKeeper, StateServer
 from elasticgang.member.seat_state import BuildFunction, NameFunction, SeatState
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.form import Form
 from elasticgang.protocol.member_lifecycle import Next
 from elasticgang.protocol.record import Record
 from elasticgang.protocol.sample_positions import BatchShape
@@ -502,6 +503,7 @@ class QuorumManager:
         prepare: Callable[..., None] | None = None,
         numbers: Sequence[float] = (),
         names: int = 0,
+        settings: Callable[[], Form] = tuple,
     ) -> bool:
         """Vote on the step under way and, when it is committed, call `apply(total weight)` on the reduced gradients.
 
@@ -511,6 +513,8 @@ class QuorumManager:
         change the gradients and nothing else, because the step may still be dropped.
         `numbers`: equally many on every rank. `step.sums` has their sums over all ranks once the step is committed.
         `names`: stands for their names, below 2**32 (MANAGER-16).
+        `settings`: returns what `apply` and `prepare` depend on beside the state (DRIVER-5). Other threads may call it
+        until this returns.
 
         Returns once the step's fate is known, if need be after a generation change. True: this rank's state holds the
         step.
@@ -523,7 +527,7 @@ class QuorumManager:
             )
         self._driver.check_coverage()
         try:
-            step.committed = self._driver.commit(weight, apply, measure, prepare, numbers, names, step.taken)
+            step.committed = self._driver.commit(weight, apply, measure, prepare, numbers, names, step.taken, settings)
         finally:  # BAN-1
             self._rendezvous.ban(Ban.COMMITTED if step.committed else Ban.DROPPED)
         step.sums = self._driver.lifecycle.sums if step.committed else ()

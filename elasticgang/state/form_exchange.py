@@ -1,7 +1,9 @@
-"""Peers fetch the form of this rank's training state (`protocol/form.py`), beside its steps.
+"""Peers fetch forms of this rank (`protocol/form.py`), beside its steps: of its training state, and of the settings
+with which it is about to apply a step.
 
-FORMEXCHANGE-1  A rank answers with the form of its state for the part of the model that the peer names, and for no
-    other. While it has yet to build that, the peer waits, no longer than its generation lasts.
+FORMEXCHANGE-1  A rank answers with the form that it has for what the peer names: a part of the model, or an attempt at
+    a step. While it has yet to come to that, the peer waits, no longer than its generation lasts.
+FORMEXCHANGE-2  A form is made when a peer asks for it, and while it counts: `withdraw` waits for that.
 """
 
 from __future__ import annotations
@@ -25,45 +27,57 @@ _FAILURES = (OSError, WireError, ValueError, KeyError, TypeError, AttributeError
 
 
 class FormExchange:
-    """The form of one rank, for its peers, and the forms of these."""
+    """The forms of one rank, for its peers, and the forms of these. `what`: "state" or "settings". `of`: the numbers
+    that name the part of the model, or the attempt."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
         self._changed = threading.Condition()
-        self._part: list[int] | None = None  # of which `_form` is
-        self._form: Form = ()
+        self._known: dict[str, tuple[list[int], Callable[[], Form]]] = {}
 
-    def announce(self, part: Sequence[int], form: Form) -> None:
-        """This rank's state is of `part`, and has `form`."""
+    def announce(self, what: str, of: Sequence[int], form: Callable[[], Form]) -> None:
+        """This rank has `form` of `what`. It is called on other threads."""
         with self._changed:
-            self._part, self._form = list(part), form
+            self._known[what] = list(of), form
             self._changed.notify_all()
 
-    def forget(self) -> None:
-        """This rank's state is of no part."""
-        with self._changed:
-            self._part, self._form = None, ()
+    def withdraw(self, what: str) -> None:
+        """What was announced counts no longer, and is not called any more."""
+        with self._changed:  # FORMEXCHANGE-2
+            self._known.pop(what, None)
 
     def serve(self, channel: Channel, request: dict[str, Any]) -> None:
         """Answer `fetch` of a peer."""
-        part = request["part"]
+        what, of = request["what"], request["of"]
+
+        def is_known() -> bool:
+            return what in self._known and self._known[what][0] == of
+
         with self._changed:  # FORMEXCHANGE-1
-            is_built = self._changed.wait_for(lambda: self._part == part, BUILT_S)
-            form = self._form if is_built else None
+            form = None
+            try:
+                if self._changed.wait_for(is_known, BUILT_S):
+                    form = self._known[what][1]()
+            except RuntimeError as exc:  # of a device
+                log.debug("no form of the %s: %r", what, exc)
         channel.send({"form": form})
 
-    def fetch(self, addresses: Sequence[str], part: Sequence[int], cancelled: Callable[[], bool]) -> Form | None:
-        """The form that a rank has for `part`, once it has that; `addresses`: of this rank, to try in turn. None: it
-        does not answer, or `cancelled`."""
+    def fetch(
+        self, addresses: Sequence[str], what: str, of: Sequence[int], cancelled: Callable[[], bool], *, is_patient: bool
+    ) -> Form | None:
+        """The form that a rank has; `addresses`: of this rank, to try in turn. `is_patient`: asks again where it has
+        none within `BUILT_S`. None: it has none, does not answer, or `cancelled`."""
         for address in addresses:
             try:
                 while not cancelled():
                     with self._authenticator.connect(address) as channel:
-                        channel.send({"kind": KIND, "part": list(part)})
+                        channel.send({"kind": KIND, "what": what, "of": list(of)})
                         transport.await_answer(channel.sock, cancelled)
                         form = channel.receive(transport.MAX_MANIFEST_BYTES)["form"]
                     if form is not None:
                         return form_from_json(form)
+                    if not is_patient:
+                        return None
             except _FAILURES as exc:
-                log.debug("no form of the state from %s: %r", address, exc)
+                log.debug("no form of the %s from %s: %r", what, address, exc)
         return None

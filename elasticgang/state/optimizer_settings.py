@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from elasticgang.errors import WireError
+from elasticgang.protocol.form import Form, Item
 
 _NO_SETTINGS = ("params", "param_names")  # of a parameter group
 
@@ -73,6 +74,28 @@ def copy_of(value: Any) -> Any:
 def _made_as(like: tuple[Any, ...], items: tuple[Any, ...]) -> tuple[Any, ...]:
     """`items` as a tuple with names, if `like` has them."""
     return type(like)(*items) if hasattr(like, "_fields") else items
+
+
+def settings_form(optimizer: Any, max_norm: float | None) -> Form:
+    """The settings of all groups, and the limit of the gradients' norm: numbers, strings and what is made of them."""
+    found: list[Item] = [] if max_norm is None else [("`max_norm`", _described(max_norm) or "")]
+    for number, group in enumerate(groups_of(optimizer)):
+        for key, value in settings_of(group).items():
+            if (description := _described(value)) is not None:
+                found.append((f"{key!r} of parameter group {number}", description))
+    return tuple(found)
+
+
+def _described(value: Any) -> str | None:
+    """In words. Numbers are rounded, because hosts may compute the last bits otherwise. None: ranks may have others."""
+    if isinstance(value, Tensor):
+        return _described(value.item()) if value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        parts = list(map(_described, value))
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if isinstance(value, bool | str | None):
+        return repr(value)
+    return f"{float(value):.9g}" if isinstance(value, int | float) else None
 
 
 def check_num_groups(name: str, offered: Sequence[object], optimizer: Any) -> None:

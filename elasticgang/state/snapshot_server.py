@@ -123,7 +123,7 @@ class SnapshotServer:
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names, and what an unfinished heal has received for them. Call it inside
         `exclusive`."""
-        self._forms.forget()
+        self._forms.withdraw("state")
         self._healer.forget()
         self._state.unregister(names)
 
@@ -156,12 +156,28 @@ class SnapshotServer:
 
     def announce_form(self, part: Sequence[int], form: Form) -> None:
         """Answer peers that ask for the form of `part` of the model, which this rank has, until `unregister`."""
-        self._forms.announce(part, form)
+        self._forms.announce("state", part, lambda: form)
 
     def fetch_form(self, source: str, part: Sequence[int], cancelled: Callable[[], bool]) -> Form | None:
         """The form that the peer at `source` has for `part` of the model, once it has that. None: it does not answer,
         or `cancelled`."""
-        return self._forms.fetch(heal_addresses.stripes([source], self.address)[0], part, cancelled)
+        addresses, _ = heal_addresses.stripes([source], self.address)
+        return self._forms.fetch(addresses, "state", part, cancelled, is_patient=True)
+
+    def announce_settings(self, attempt: Attempt, settings: Callable[[], Form]) -> None:
+        """Answer peers that ask for the settings with which this rank is about to apply `attempt`, until
+        `withdraw_settings`. `settings`: called on other threads."""
+        self._forms.announce("settings", attempt, settings)
+
+    def withdraw_settings(self) -> None:
+        """They may change from now on."""
+        self._forms.withdraw("settings")
+
+    def fetch_settings(self, source: str, attempt: Attempt, cancelled: Callable[[], bool]) -> Form | None:
+        """The settings with which the peer at `source` is about to apply `attempt`. None: it does not say that within
+        a time limit, does not answer, or `cancelled`."""
+        addresses, _ = heal_addresses.stripes([source], self.address)
+        return self._forms.fetch(addresses, "settings", attempt, cancelled, is_patient=False)
 
     def release_memory(self) -> None:
         """RESERVE-2."""

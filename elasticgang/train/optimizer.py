@@ -31,6 +31,7 @@ from elasticgang.errors import InvalidOperationError, NotSupportedError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.member.manager import QuorumManager
 from elasticgang.state.dtensor import is_first_replica, replicating_dims, stored
+from elasticgang.state.optimizer_settings import settings_form
 from elasticgang.torch_private import divide_all, multiply_all
 from elasticgang.train import exact_square
 from elasticgang.train.loss_scale import next_state
@@ -120,6 +121,8 @@ class Optimizer:
                 `sums` has other names on some ranks, equally many; or ranks take their slots from different
                 `GlobalBatch`es; or the loop over the slots of a `StreamLoader` was left early; or the scaler is not
                 registered; or the parameter groups have changed since the first step.
+            MismatchError: this rank has joined, and its learning rate, or another setting, is not that of the others.
+                The agent does not restart it.
             NotSupportedError: with `reduction="reproducible"`, where a layout of the job has `sdp`: the optimizer is
                 torch's Adafactor, LBFGS or Muon, whose result for an element depends on others; or parameters on the
                 CPU are float16 or bfloat16, or its `fused` form is chosen for them, because these round the last
@@ -148,6 +151,7 @@ class Optimizer:
             prepare=lambda total, *measured: self._make_ready(total, max_norm, measured, is_exact=is_exact),
             numbers=numbers,
             names=zlib.crc32("\0".join(names).encode()),
+            settings=functools.partial(settings_form, self.optim, max_norm),
         )
         self.sums = dict(zip(names, self._manager.step.sums, strict=True)) if is_committed else {}
         return is_committed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def training(directory: Path, *, change: str, begins: bool = False, builds: bool
         here, rank = pathlib.Path({str(directory)!r}), int(os.environ["LOCAL_RANK"])
         manager = eg.join()
         sizes, names, optimizer, frozen, steps = 3, ("one", "two"), torch.optim.AdamW, (), 10**9
+        rate, decay, norm = 0.1, 0.99, 1.0
         if rank == 1 and ({begins} or (here / "killed").exists()):
             {change}
 
@@ -54,7 +56,9 @@ def training(directory: Path, *, change: str, begins: bool = False, builds: bool
                 if rank == 1 and step.index == 5 and not (here / "killed").exists():
                     (here / "killed").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
-                state.optim.step(weight=slots.num_samples)
+                for group in state.optim.param_groups:
+                    group["lr"] = rate * decay**step.index
+                state.optim.step(weight=slots.num_samples, max_norm=norm)
             if (here / "over").exists():
                 manager.leave()
         print("left", manager.committed_steps, flush=True)
@@ -93,6 +97,66 @@ def test_a_rank_that_comes_back_with_another_form_is_refused_and_the_others_go_o
         assert job.stdout.count("left ") == 2
         spawned = [event["local_rank"] for event in job.events() if event["event"] == "spawned"]
         assert spawned.count(1) == 2
+
+
+# DRIVER-5
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [("rate = 0.2", "'lr' of parameter group 0"), ("norm = 2.0", "`max_norm` is 2 here, and 1 there")],
+)
+def test_a_rank_that_comes_back_with_other_settings_is_refused_before_it_votes(
+    tmp_path: Path, change: str, what: str
+) -> None:
+    with Job(tmp_path, training(tmp_path, change=change), ranks=2) as job:
+        job.expect_line(REFUSED)
+        (tmp_path / "over").touch()
+        assert job.wait() == 0, job.stderr
+        job.assert_nothing_left()
+        assert re.search(rf"is about to apply step \d+ with other settings than rank 0 on {HERE}: {what}", job.stderr)
+        assert job.stdout.count("left ") == 1
+
+
+# DRIVER-5
+def test_a_schedule_that_is_not_registered_is_named_when_a_rank_comes_back(tmp_path: Path) -> None:
+    """It begins anew there, after the first step of the rank."""
+    path = script(
+        tmp_path,
+        f"""\
+        import os, pathlib, signal
+        import torch
+        from torch import nn
+        import elasticgang as eg
+
+        here, rank = pathlib.Path({str(tmp_path)!r}), int(os.environ["LOCAL_RANK"])
+        manager = eg.join()
+        model = eg.DistributedDataParallel(manager, nn.Linear(2, 1))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1 / (1 + step))
+        optim = eg.Optimizer(manager, sgd)
+        batches = eg.GlobalBatch(16, size=4, slot=2)
+        manager.register_state(model=model, optim=optim)
+        for step in manager.steps(10**9):
+            with step:
+                slots = batches.slots(step)
+                for slot in slots:
+                    with model.accumulate(last=slot.last):
+                        model(torch.ones(2, 2)).sum().backward()
+                if rank == 1 and step.index == 5 and not (here / "killed").exists():
+                    (here / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if optim.step(weight=slots.num_samples):
+                    schedule.step()
+            if (here / "over").exists():
+                manager.leave()
+        """,
+    )
+    with Job(tmp_path, path, ranks=2) as job:
+        job.expect_line(REFUSED)
+        (tmp_path / "over").touch()
+        assert job.wait() == 0, job.stderr
+        job.assert_nothing_left()
+        assert "'lr' of parameter group 0 is 0.0" in job.stderr
+        assert "by `register_state(schedule=schedule)`" in job.stderr
 
 
 # AGENT-12

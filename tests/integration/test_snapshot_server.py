@@ -15,6 +15,7 @@ from torch import nn
 from elasticgang import testing
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.form import Form
 from elasticgang.state import form_exchange, transport
 from elasticgang.state import snapshot_server as keeper_module
 from elasticgang.state.snapshot_server import SnapshotServer
@@ -22,6 +23,7 @@ from tests.integration.state_ranks import (
     AT,
     AUTHENTICATOR,
     DEADLINE_S,
+    FIRST,
     Background,
     Counter,
     FakeSource,
@@ -294,3 +296,34 @@ def test_nobody_waits_for_a_form_longer_than_the_generation_or_the_peer_lasts(ra
     with FakeSource(lambda channel: channel.send({"form": [["a"]]})) as invalid:
         assert peer.server.fetch_form(invalid.address, (0, 0, 0, 0), lambda: False) is None
     assert peer.server.fetch_form("127.0.0.1:1", (0, 0, 0, 0), lambda: False) is None
+
+
+# FORMEXCHANGE-2
+def test_settings_are_read_while_they_count_alone(ranks: Ranks) -> None:
+    source, peer = ranks(0), ranks(0)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def settings() -> Form:
+        reading.set()
+        assert go_on.wait(DEADLINE_S)
+        return FORM
+
+    source.server.announce_settings(AT, settings)
+    fetched = Background(lambda: peer.server.fetch_settings(source.server.address, AT, lambda: False))
+    assert reading.wait(DEADLINE_S)
+    withdrawing = Background(source.server.withdraw_settings)
+    assert withdrawing.running
+    go_on.set()
+    assert fetched.result() == FORM
+    withdrawing.result()
+
+
+# FORMEXCHANGE-1
+def test_no_settings_are_those_of_another_attempt(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_exchange, "BUILT_S", 0.01)
+    source, peer = ranks(0), ranks(0)
+    source.server.announce_settings(AT, lambda: FORM)
+    assert peer.server.fetch_settings(source.server.address, FIRST, lambda: False) is None
+    assert peer.server.fetch_settings(source.server.address, AT, lambda: False) == FORM
+    source.server.withdraw_settings()
+    assert peer.server.fetch_settings(source.server.address, AT, lambda: False) is None

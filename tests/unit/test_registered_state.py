@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from elasticgang.errors import WireError
+from elasticgang.state.optimizer_settings import settings_form
 from elasticgang.state.registered_state import RegisteredState
 from elasticgang.state.serialization import flatten, unflatten
 
@@ -319,3 +321,19 @@ def test_the_form_of_an_object_stays_as_it_was_before_the_first_step() -> None:
     assert set(before) < set(registered.form)
     registered.unregister(["later"])
     assert registered.form == before
+
+
+def test_settings_are_what_can_be_compared_rounded() -> None:
+    module = Two()
+    groups: list[dict[str, Any]] = [{"params": [module.one.weight]}, {"params": [module.two.weight], "lr": 0.1 + 1e-12}]
+    optim = torch.optim.AdamW(groups, lr=torch.tensor(0.5), betas=(0.5, 0.25))
+    optim.param_groups[0].update(hook=print, steps=np.float64(3), per_layer=torch.ones(2), name="slow")
+    found = dict(settings_form(optim, None))
+    assert found["'lr' of parameter group 0"] == "0.5"
+    assert found["'lr' of parameter group 1"] == "0.1"
+    assert found["'betas' of parameter group 1"] == "(0.5, 0.25)"
+    assert found["'steps' of parameter group 0"] == "3"
+    assert found["'name' of parameter group 0"] == "'slow'"
+    assert found["'amsgrad' of parameter group 0"] == "False"
+    assert not {f"{key!r} of parameter group 0" for key in ("hook", "per_layer", "params")} & found.keys()
+    assert settings_form(optim, 1.0)[0] == ("`max_norm`", "1")
