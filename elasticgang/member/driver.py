@@ -445,7 +445,7 @@ class MemberDriver:
         self._former, self._num_compared = frozenset(peer.member for peer in peers), 0
         for peer in peers:
             with self._page.in_thread_state(ThreadState.WAITING):
-                other = self._state_server.fetch_form(peer.address, part, self._is_over)
+                other = self._state_server.fetch_form(peer.address, part, self._form, self._is_over)
             if other is None:  # the heal finds out why
                 continue
             self._is_compared = True
@@ -461,13 +461,13 @@ class MemberDriver:
         state = self.lifecycle.state
         if not (self._former and state.is_active and state.tip is not None) or self._is_over():
             return
-        attempt = state.attempt()
+        attempt, own = state.attempt(), settings()
         for peer in [source for source in state.sources() if source.member in self._former]:
             with self._page.in_thread_state(ThreadState.WAITING):
-                other = self._state_server.fetch_settings(peer.address, attempt, self._is_over)
+                other = self._state_server.fetch_settings(peer.address, attempt, own, self._is_over)
             if other is None:
                 continue
-            if (what := difference(settings(), other)) is not None:
+            if (what := difference(own, other)) is not None:
                 raise MismatchError(
                     f"this rank is about to apply step {attempt.step - 1} with other settings than rank "
                     f"{peer.local_rank} on {peer.host}: {what}. What the script computes them from must be alike on "

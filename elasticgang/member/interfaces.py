@@ -54,9 +54,9 @@ class StateServer(Protocol):
     def announce_form(self, part: Sequence[int], form: Form) -> None:
         """Answer peers that ask for the form of `part` of the model, which this rank has, until `unregister`."""
 
-    def fetch_form(self, source: str, part: Sequence[int], cancelled: Callable[[], bool]) -> Form | None:
-        """The form that the peer at `source` has for `part` of the model, once it has that. None: it does not answer,
-        or `cancelled`."""
+    def fetch_form(self, source: str, part: Sequence[int], own: Form, cancelled: Callable[[], bool]) -> Form | None:
+        """The form that the peer at `source` has for `part` of the model, once it has that, or `own` if they are alike.
+        None: it does not answer, or `cancelled`."""
 
     def announce_settings(self, attempt: Attempt, settings: Callable[[], Form]) -> None:
         """Answer peers that ask for the settings with which this rank is about to apply `attempt`, until
@@ -65,9 +65,9 @@ class StateServer(Protocol):
     def withdraw_settings(self) -> None:
         """They may change from now on."""
 
-    def fetch_settings(self, source: str, attempt: Attempt, cancelled: Callable[[], bool]) -> Form | None:
-        """The settings with which the peer at `source` is about to apply `attempt`. None: it does not say that within
-        a time limit, does not answer, or `cancelled`."""
+    def fetch_settings(self, source: str, attempt: Attempt, own: Form, cancelled: Callable[[], bool]) -> Form | None:
+        """The settings with which the peer at `source` is about to apply `attempt`, or `own` if they are alike. None:
+        it does not say that within a time limit, does not answer, or `cancelled`."""
 
     def wait_for_memory(self) -> None:
         """Wait until memory for a heal is there, up to a limit, once."""

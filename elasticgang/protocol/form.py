@@ -8,6 +8,7 @@ FORM-1  Two forms are alike if they have the same items with the same descriptio
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -18,6 +19,11 @@ Form: TypeAlias = tuple[Item, ...]
 def form_from_json(data: Iterable[Iterable[object]]) -> Form:
     """Raises TypeError or ValueError: `data` is not a form."""
     return tuple((str(name), str(description)) for name, description in data)
+
+
+def digest_of(form: Form) -> str:
+    """The same for forms that are alike (FORM-1), and for no others."""
+    return hashlib.blake2b(repr(sorted(form)).encode(), digest_size=16).hexdigest()
 
 
 def difference(own: Form, other: Form) -> str | None:

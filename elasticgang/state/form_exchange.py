@@ -4,6 +4,8 @@ with which it is about to apply a step.
 FORMEXCHANGE-1  A rank answers with the form that it has for what the peer names: a part of the model, or an attempt at
     a step. While it has yet to come to that, the peer waits, no longer than its generation lasts.
 FORMEXCHANGE-2  A form is made when a peer asks for it, and while it counts: `withdraw` waits for that.
+FORMEXCHANGE-3  A form like the peer's own is not sent: of a model of thousands of parameters it has megabytes, and many
+    ranks may ask one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elasticgang.errors import WireError
-from elasticgang.protocol.form import Form, form_from_json
+from elasticgang.protocol.form import Form, digest_of, form_from_json
 from elasticgang.state import transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.transport import Channel
@@ -60,21 +62,33 @@ class FormExchange:
                     form = self._known[what][1]()
             except RuntimeError as exc:  # of a device
                 log.debug("no form of the %s: %r", what, exc)
-        channel.send({"form": form})
+        is_alike = form is not None and digest_of(form) == request["digest"]  # FORMEXCHANGE-3
+        channel.send({"is_alike": is_alike, "form": None if is_alike else form})
 
     def fetch(
-        self, addresses: Sequence[str], what: str, of: Sequence[int], cancelled: Callable[[], bool], *, is_patient: bool
+        self,
+        addresses: Sequence[str],
+        what: str,
+        of: Sequence[int],
+        own: Form,
+        cancelled: Callable[[], bool],
+        *,
+        is_patient: bool,
     ) -> Form | None:
-        """The form that a rank has; `addresses`: of this rank, to try in turn. `is_patient`: asks again where it has
-        none within `BUILT_S`. None: it has none, does not answer, or `cancelled`."""
+        """The form that a rank has, or `own` if they are alike; `addresses`: of this rank, to try in turn.
+        `is_patient`: asks again where it has none within `BUILT_S`. None: it has none, does not answer, or
+        `cancelled`."""
+        request = {"kind": KIND, "what": what, "of": list(of), "digest": digest_of(own)}
         for address in addresses:
             try:
                 while not cancelled():
                     with self._authenticator.connect(address) as channel:
-                        channel.send({"kind": KIND, "what": what, "of": list(of)})
+                        channel.send(request)
                         transport.await_answer(channel.sock, cancelled)
-                        form = channel.receive(transport.MAX_MANIFEST_BYTES)["form"]
-                    if form is not None:
+                        answer = channel.receive(transport.MAX_MANIFEST_BYTES)
+                    if answer["is_alike"]:
+                        return own
+                    if (form := answer["form"]) is not None:
                         return form_from_json(form)
                     if not is_patient:
                         return None

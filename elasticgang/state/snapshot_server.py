@@ -158,11 +158,11 @@ class SnapshotServer:
         """Answer peers that ask for the form of `part` of the model, which this rank has, until `unregister`."""
         self._forms.announce("state", part, lambda: form)
 
-    def fetch_form(self, source: str, part: Sequence[int], cancelled: Callable[[], bool]) -> Form | None:
-        """The form that the peer at `source` has for `part` of the model, once it has that. None: it does not answer,
-        or `cancelled`."""
+    def fetch_form(self, source: str, part: Sequence[int], own: Form, cancelled: Callable[[], bool]) -> Form | None:
+        """The form that the peer at `source` has for `part` of the model, once it has that, or `own` if they are alike.
+        None: it does not answer, or `cancelled`."""
         addresses, _ = heal_addresses.stripes([source], self.address)
-        return self._forms.fetch(addresses, "state", part, cancelled, is_patient=True)
+        return self._forms.fetch(addresses, "state", part, own, cancelled, is_patient=True)
 
     def announce_settings(self, attempt: Attempt, settings: Callable[[], Form]) -> None:
         """Answer peers that ask for the settings with which this rank is about to apply `attempt`, until
@@ -173,11 +173,11 @@ class SnapshotServer:
         """They may change from now on."""
         self._forms.withdraw("settings")
 
-    def fetch_settings(self, source: str, attempt: Attempt, cancelled: Callable[[], bool]) -> Form | None:
-        """The settings with which the peer at `source` is about to apply `attempt`. None: it does not say that within
-        a time limit, does not answer, or `cancelled`."""
+    def fetch_settings(self, source: str, attempt: Attempt, own: Form, cancelled: Callable[[], bool]) -> Form | None:
+        """The settings with which the peer at `source` is about to apply `attempt`, or `own` if they are alike. None:
+        it does not say that within a time limit, does not answer, or `cancelled`."""
         addresses, _ = heal_addresses.stripes([source], self.address)
-        return self._forms.fetch(addresses, "settings", attempt, cancelled, is_patient=False)
+        return self._forms.fetch(addresses, "settings", attempt, own, cancelled, is_patient=False)
 
     def release_memory(self) -> None:
         """RESERVE-2."""

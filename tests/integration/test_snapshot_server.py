@@ -261,7 +261,7 @@ def test_a_peer_gets_the_form_once_the_rank_has_its_part(ranks: Ranks) -> None:
         asked.set()
         return False
 
-    fetched = Background(lambda: peer.server.fetch_form(source.server.address, (0, 0, 0, 1), is_cancelled))
+    fetched = Background(lambda: peer.server.fetch_form(source.server.address, (0, 0, 0, 1), (), is_cancelled))
     assert asked.wait(DEADLINE_S)
     source.server.unregister(["counter"])
     source.server.announce_form((0, 0, 0, 1), FORM)
@@ -283,19 +283,29 @@ def test_a_peer_asks_again_where_the_rank_takes_long_to_build_its_part(
             source.server.announce_form((0, 0, 0, 0), FORM)
         return False
 
-    assert peer.server.fetch_form(source.server.address, (0, 0, 0, 0), is_cancelled) == FORM
+    assert peer.server.fetch_form(source.server.address, (0, 0, 0, 0), (), is_cancelled) == FORM
 
 
 # FORMEXCHANGE-1
 def test_nobody_waits_for_a_form_longer_than_the_generation_or_the_peer_lasts(ranks: Ranks) -> None:
     source, peer = ranks(0), ranks(0)
     ended = threading.Event()
-    fetched = Background(lambda: peer.server.fetch_form(source.server.address, (0, 0, 0, 0), ended.is_set))
+    fetched = Background(lambda: peer.server.fetch_form(source.server.address, (0, 0, 0, 0), (), ended.is_set))
     ended.set()
     assert fetched.result() is None
-    with FakeSource(lambda channel: channel.send({"form": [["a"]]})) as invalid:
-        assert peer.server.fetch_form(invalid.address, (0, 0, 0, 0), lambda: False) is None
-    assert peer.server.fetch_form("127.0.0.1:1", (0, 0, 0, 0), lambda: False) is None
+    with FakeSource(lambda channel: channel.send({"is_alike": False, "form": [["a"]]})) as invalid:
+        assert peer.server.fetch_form(invalid.address, (0, 0, 0, 0), (), lambda: False) is None
+    assert peer.server.fetch_form("127.0.0.1:1", (0, 0, 0, 0), (), lambda: False) is None
+
+
+# FORMEXCHANGE-3
+def test_a_form_like_that_of_the_peer_is_not_sent(ranks: Ranks) -> None:
+    source, peer = ranks(0), ranks(0)
+    form = tuple((f"parameter {number}", "[3] of float32") for number in range(3))
+    source.server.announce_form((0, 0, 0, 0), form)
+    own = form[::-1]
+    assert peer.server.fetch_form(source.server.address, (0, 0, 0, 0), own, lambda: False) is own
+    assert peer.server.fetch_form(source.server.address, (0, 0, 0, 0), own[1:], lambda: False) == form
 
 
 # FORMEXCHANGE-2
@@ -309,7 +319,7 @@ def test_settings_are_read_while_they_count_alone(ranks: Ranks) -> None:
         return FORM
 
     source.server.announce_settings(AT, settings)
-    fetched = Background(lambda: peer.server.fetch_settings(source.server.address, AT, lambda: False))
+    fetched = Background(lambda: peer.server.fetch_settings(source.server.address, AT, (), lambda: False))
     assert reading.wait(DEADLINE_S)
     withdrawing = Background(source.server.withdraw_settings)
     assert withdrawing.running
@@ -323,7 +333,7 @@ def test_no_settings_are_those_of_another_attempt(ranks: Ranks, monkeypatch: pyt
     monkeypatch.setattr(form_exchange, "BUILT_S", 0.01)
     source, peer = ranks(0), ranks(0)
     source.server.announce_settings(AT, lambda: FORM)
-    assert peer.server.fetch_settings(source.server.address, FIRST, lambda: False) is None
-    assert peer.server.fetch_settings(source.server.address, AT, lambda: False) == FORM
+    assert peer.server.fetch_settings(source.server.address, FIRST, (), lambda: False) is None
+    assert peer.server.fetch_settings(source.server.address, AT, (), lambda: False) == FORM
     source.server.withdraw_settings()
-    assert peer.server.fetch_settings(source.server.address, AT, lambda: False) is None
+    assert peer.server.fetch_settings(source.server.address, AT, (), lambda: False) is None

@@ -14,6 +14,7 @@ OWN: Form = (("parameter 'weight' of 'model'", "[3, 2] of float32"), ("the class
 def test_the_order_of_the_items_does_not_count() -> None:
     assert form.difference(OWN, OWN[::-1]) is None
     assert form.difference((), ()) is None
+    assert form.digest_of(OWN) == form.digest_of(OWN[::-1]) != form.digest_of(OWN[1:])
 
 
 # FORM-1
