@@ -239,7 +239,8 @@ class QuorumManager:
 
     def register_state(self, **objects: object) -> None:
         """Register the training state by name: modules, optimizers, and objects with `state_dict()` and
-        `load_state_dict()`. Call it before the first step, with the same names on every rank.
+        `load_state_dict()`. Call it before the first step, with the same names on every rank, for modules of the same
+        parameters and optimizers of the same class and groups (see `steps`).
 
         Raises:
             TypeError: an object has no such methods, or the extra state of a module cannot be sent.
@@ -386,6 +387,8 @@ class QuorumManager:
             OperationalError: 100 attempts in a row were lost, without progress of a heal in between. On a rank without
                 state: or 20 in which the ranks did not connect.
             StateLostError: no rank holds the committed state any more.
+            MismatchError: this rank comes without state, and what it has registered, built or wrapped is of another
+                form than that of the ranks with the same part of the model. Nothing of theirs has changed.
         """
         driver, lifecycle, drain = self._driver, self._driver.lifecycle, self._rendezvous.drain
         if driver.reducers and not self._registered:

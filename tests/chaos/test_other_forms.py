@@ -15,7 +15,7 @@ HERE = "127.0.0.1"
 REFUSED = "elasticgang: rank 1 differs from the others: it is refused, and not restarted"
 
 
-def training(directory: Path, *, change: str, begins: bool = False, builds: bool = False) -> Path:
+def training(directory: Path, *, change: str, begins: bool = False, builds: bool = False, setup: str = "") -> Path:
     """Rank 1 differs by `change`, from its restart on or, with `begins`, from its start. `builds`: the state is made by
     `manager.build`."""
     make = "state = manager.build(make)" if builds else "state = make()\n        manager.register_state(**vars(state))"
@@ -46,6 +46,7 @@ def training(directory: Path, *, change: str, begins: bool = False, builds: bool
             return found if seat is not None else types.SimpleNamespace(**found)
 
         {make}
+        {setup}
         batches = eg.GlobalBatch(16, size=4, slot=2)
         for step in manager.steps(steps):
             with step:
@@ -169,6 +170,23 @@ def test_a_rank_that_comes_back_with_another_number_of_steps_is_refused_and_the_
         assert job.wait() == 0, job.stderr
         job.assert_nothing_left()
         assert job.stdout.count("left ") == 1
+
+
+# DRIVER-4
+def test_ranks_that_load_a_checkpoint_with_other_forms_end_the_job(tmp_path: Path) -> None:
+    setup = f"manager.checkpoints({str(tmp_path / 'checkpoints')!r}, every_steps=2)"
+    former, later = tmp_path / "former", tmp_path / "later"
+    for directory in (former, later):
+        directory.mkdir()
+    with Job(former, training(former, change="pass", setup=setup)) as job:
+        job.expect("saved")
+        (former / "over").touch()
+        assert job.wait() == 0, job.stderr
+    change = "optimizer = torch.optim.SGD"
+    with Job(later, training(later, change=change, begins=True, setup=setup)) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert f"than rank 0 on {HERE}: {CHANGES[change]}" in job.stderr
 
 
 # DRIVER-4
