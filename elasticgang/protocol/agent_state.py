@@ -116,7 +116,7 @@ class _Rank:
     generation: int = 0  # the newest in which it had a seat; 0: it had none
     finished: bool = False
     by_script: bool = False
-    comes_late: bool = False  # AGENT-12: its first generation began with a committed step, from no checkpoint
+    comes_late: bool | None = None  # AGENT-12: its first seat was in a job with a committed step, and no checkpoint
     is_refused: bool = False
 
 
@@ -640,7 +640,7 @@ class AgentState:
             if (seat := own.get(member)) is not None:
                 # A spare runs nothing: its last report stays an open request.
                 rank.phase = _Phase.REQUESTING if seat.status == SPARE else _Phase.SEATED
-                if not rank.entered_any:
+                if rank.comes_late is None and rank.phase is _Phase.SEATED:
                     rank.comes_late = record.committed.step > 0 and not record.checkpoint
                 rank.entered_any = True
                 rank.generation = record.generation

@@ -274,6 +274,21 @@ def test_a_rank_whose_state_is_of_another_form_is_refused_alone() -> None:
 
 
 # AGENT-12
+def test_a_spare_whose_state_is_of_another_form_is_refused_when_it_gets_a_seat() -> None:
+    host = Host(3)
+    host.start("a0", "a1", "a2")
+    for member in ("a0", "a1", "a2"):
+        host.asks(member)
+    host.is_answered(record_of(["a0", "a1"], spares=["a2"]))
+    host.commits("a0", "a1")
+    host.exits("a1")
+    host.asks("a0", broken=True)
+    host.is_answered(record_of(["a0", "a2"], 2, committed=Attempt(1, 1)))
+    host.leaves("a2", finished=False)
+    assert host.raises("a2", None, differs=True) == [Warn(REFUSED)]
+
+
+# AGENT-12
 def test_a_rank_of_another_form_ends_a_job_that_starts_though_the_others_commit_meanwhile() -> None:
     host = running(2, max_restarts=3)
     host.commits("a0")
