@@ -461,22 +461,23 @@ class MemberDriver:
         state = self.lifecycle.state
         if not (self._former and state.is_active and state.tip is not None) or self._is_over():
             return
-        attempt, own = state.attempt(), settings()
-        for peer in [source for source in state.sources() if source.member in self._former]:
-            with self._page.in_thread_state(ThreadState.WAITING):
-                other = self._state_server.fetch_settings(peer.address, attempt, own, self._is_over)
-            if other is None:
-                continue
-            if (what := difference(own, other)) is not None:
-                raise MismatchError(
-                    f"this rank is about to apply step {attempt.step - 1} with other settings than rank "
-                    f"{peer.local_rank} on {peer.host}: {what}. What the script computes them from must be alike on "
-                    "all ranks, or registered, as a learning rate schedule is by `register_state(schedule=schedule)`."
-                )
-            self._num_compared += 1
-            if self._num_compared == _NUM_COMPARED:
-                self._former = frozenset()
+        peer = next((source for source in state.sources() if source.member in self._former), None)
+        if peer is None:
             return
+        attempt, own = state.attempt(), settings()
+        with self._page.in_thread_state(ThreadState.WAITING):
+            other = self._state_server.fetch_settings(peer.address, attempt, own, self._is_over)
+        if other is None:  # the next step may tell
+            return
+        if (what := difference(own, other)) is not None:
+            raise MismatchError(
+                f"this rank is about to apply step {attempt.step - 1} with other settings than rank "
+                f"{peer.local_rank} on {peer.host}: {what}. What the script computes them from must be alike on all "
+                "ranks, or registered, as a learning rate schedule is by `register_state(schedule=schedule)`."
+            )
+        self._num_compared += 1
+        if self._num_compared == _NUM_COMPARED:
+            self._former = frozenset()
 
 
 def _addresses(sources: Sequence[Seat]) -> list[str]:
