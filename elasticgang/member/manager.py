@@ -49,6 +49,7 @@ class Step:
         self.num_slots: int | None = None  # of all ranks; `divide` sets it, or a loader
         self._part: tuple[Sequence[int], Sequence[int]] | None = None
         self.taken: set[tuple[BatchShape, int]] = set()  # the global batches of this step, each with its first position
+        self.seeds: set[int] = set()  # of what has the slots of this step
         self.slot: int | None = None  # the number of the slot under way; the iteration over slots sets it
         self.unread: set[object] = set()  # the streams whose slots are not all read
         self.committed = False
@@ -71,6 +72,7 @@ class Step:
         Raises as `SamplePositions.take`."""
         first = self._manager._driver.samples.take(self.index, shape)
         self.taken.add((shape, first))
+        self.seeds.add(shape.seed)
         return first
 
     def divide(self, num_slots: int) -> tuple[Sequence[int], Sequence[int]] | None:

@@ -10,6 +10,8 @@ OPTIMIZER-2  With `reduction="reproducible"` nothing that an apply does to an el
     the job divides them.
 OPTIMIZER-3  The parameter groups stay those of the first step. A rank that starts later has the groups with which its
     script begins, and could not take the state of others.
+OPTIMIZER-4  An apply begins with the same seeds of torch's generators on every rank: what an optimizer draws, and what
+    the script draws after the step, does not depend on the slots that a rank has computed.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from elasticgang.state.dtensor import is_first_replica, replicating_dims, stored
 from elasticgang.state.optimizer_settings import settings_form
 from elasticgang.torch_private import divide_all, multiply_all
 from elasticgang.train import exact_square
+from elasticgang.train.data import mixed, seed_generators
 from elasticgang.train.loss_scale import next_state
 
 log = logging.getLogger("elasticgang")
@@ -141,12 +144,14 @@ class Optimizer:
         measures: Callable[[], list[float]] | None = None
         if max_norm is not None and (is_exact or self._manager.layout.unit > 1):
             measures = self._exact_squares if is_exact else self._squares
+        step = self._manager.step
+        seed = mixed(*sorted(step.seeds), step.index) if step.seeds else None
         names = sorted(sums or {})
         numbers = [_number(name, (sums or {})[name]) for name in names]
         self.sums = {}
         is_committed = self._manager.commit(
             float(weight),
-            lambda total, *measured: self._apply(overflows=_overflows(measured)),
+            lambda total, *measured: self._apply(seed, overflows=_overflows(measured)),
             functools.partial(self._measure, measures) if measures is not None or self._scaler is not None else None,
             prepare=lambda total, *measured: self._make_ready(total, max_norm, measured, is_exact=is_exact),
             numbers=numbers,
@@ -202,7 +207,9 @@ class Optimizer:
         plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         return plain[0] if len(plain) == 1 else torch.nn.utils.get_total_norm(plain)
 
-    def _apply(self, *, overflows: bool) -> None:
+    def _apply(self, seed: int | None, *, overflows: bool) -> None:
+        if seed is not None:  # OPTIMIZER-4; without slots the script seeds the generators
+            seed_generators(seed)
         if not overflows:
             self._split_mixed_lists()
             self.optim.step()

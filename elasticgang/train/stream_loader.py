@@ -126,6 +126,7 @@ class StreamLoader:
         if not self._is_registered:
             raise InvalidOperationError("register the loader before the first step: `register_state(stream=loader)`")
         step.num_slots = self.num_slots
+        step.seeds.add(self.seed)
         numbers = range(0) if step.share is None else numbers_of(self.num_slots, self.slot, step.share)
         self._unfinished, self._read = step.index, {}
         step.unread.add(self)

@@ -24,7 +24,7 @@ def test_an_optimizer_that_communicates_in_its_step_is_refused() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     plain = torch.optim.SGD([weight], lr=0.1)
     optim = eg.Optimizer(manager, plain)
-    manager.register_state(optim=optim)
+    manager.register_state(weights=torch.nn.ParameterList([weight]), optim=optim)
     refused = 0
     for step in manager.steps(1):
         with step:
@@ -46,7 +46,7 @@ def test_a_step_is_entered_once() -> None:
     manager = eg.join()
     weight = torch.nn.Parameter(torch.ones(2))
     optim = eg.Optimizer(manager, torch.optim.SGD([weight], lr=0.1))
-    manager.register_state(optim=optim)
+    manager.register_state(weights=torch.nn.ParameterList([weight]), optim=optim)
     committed = []
     for step in manager.steps(2):
         with step:
@@ -77,7 +77,7 @@ def test_other_parameter_groups_than_those_of_the_first_step_are_refused(adds_gr
     weight, later = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     sgd = torch.optim.SGD([weight], lr=0.1)
     optim = eg.Optimizer(manager, sgd)
-    manager.register_state(optim=optim)
+    manager.register_state(weights=torch.nn.ParameterList([weight]), optim=optim)
     sgd.add_param_group({"params": [torch.nn.Parameter(torch.ones(2), requires_grad=False)]})  # it may here
     num = "[1, 1, 1]" if adds_group else "[2, 1]"
     refused = []
@@ -99,6 +99,52 @@ def test_other_parameter_groups_than_those_of_the_first_step_are_refused(adds_gr
     assert (refused, manager.committed_steps) == ([1], 2)
 
 
+class Noisy(torch.optim.SGD):
+    """Draws in its step, as optimizers with noise or stochastic rounding do."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__([weight], lr=0.1)
+        self.drawn: list[list[float]] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.drawn.append(torch.rand(3).tolist())
+
+
+def drawn_with(batches: eg.GlobalBatch | None, seed: int) -> tuple[list[list[float]], list[list[float]]]:
+    """What three steps draw in their applies, and after them."""
+    manager = eg.join()
+    weight = torch.nn.Parameter(torch.ones(2))
+    noisy = Noisy(weight)
+    optim = eg.Optimizer(manager, noisy)
+    manager.register_state(weights=torch.nn.ParameterList([weight]), optim=optim)
+    after = []
+    torch.manual_seed(seed)
+    for step in manager.steps(3):
+        with step:
+            for slot in batches.slots(step) if batches is not None else ():
+                torch.rand(slot.num_samples)  # as dropout does
+            weight.grad = torch.ones(2)
+            assert optim.step(weight=1.0)
+            after.append(torch.rand(3).tolist())
+    return noisy.drawn, after
+
+
+# OPTIMIZER-4
+def test_what_an_apply_draws_does_not_depend_on_the_slots_of_the_rank() -> None:
+    first = drawn_with(eg.GlobalBatch(64, size=16, slot=2, seed=1), seed=1)
+    assert drawn_with(eg.GlobalBatch(64, size=16, slot=8, seed=1), seed=2) == first  # as if it had other slots
+    assert drawn_with(eg.GlobalBatch(64, size=16, slot=2, seed=2), seed=1) != first
+    assert len({str(each) for of_place in first for each in of_place}) == 6
+
+
+def test_without_slots_the_generators_are_the_scripts() -> None:
+    drawn, after = drawn_with(None, seed=3)
+    torch.manual_seed(3)
+    assert [torch.rand(3).tolist() for _ in range(6)] == [
+        each for pair in zip(drawn, after, strict=True) for each in pair
+    ]
+
+
 class Beside(LocalRendezvous):
     """As if another rank added `others` to the first sum, that of the totals."""
 
@@ -118,7 +164,7 @@ def totals_with(batches: Sequence[eg.GlobalBatch], others: Sequence[float] = ())
     manager = eg.QuorumManager(rendezvous, SnapshotServer(), eg.ParallelLayout(), CPU)
     weight = torch.nn.Parameter(torch.ones(2))
     optim = eg.Optimizer(manager, torch.optim.SGD([weight], lr=0.1))
-    manager.register_state(optim=optim)
+    manager.register_state(weights=torch.nn.ParameterList([weight]), optim=optim)
     with next(manager.steps(1)) as step:
         for each in batches:
             list(each.slots(step))
