@@ -14,6 +14,8 @@ DRIVER-4  A rank without state compares the form of its own with that of a peer 
 DRIVER-5  In the first `_NUM_COMPARED` steps in which such a rank votes, it compares the settings of its optimizer with
     those of a peer that was there before, once both are about to vote. Some may come from the script alone, such as a
     learning rate that it sets in each step. If they differ it raises an error before it votes.
+DRIVER-6  No gradient outlives its step: not in a step that is tried again, and not where another optimizer has taken
+    the step. A sum over the ranks would count it once more for each of them, and a rank that has healed has none.
 """
 
 from __future__ import annotations
@@ -105,9 +107,15 @@ class MemberDriver:
         optimizer (DRIVER-5).
 
         Raises:
-            InvalidOperationError: as `MemberLifecycle.commit` does; or DRIVER-3.
+            InvalidOperationError: as `MemberLifecycle.commit` does; or DRIVER-3; or the step has changed a parameter.
             MismatchError: DRIVER-5.
         """
+        if (changed := self._state_server.changed_parameter()) is not None:
+            raise InvalidOperationError(
+                f"step {self.lifecycle.state.committed.step} has changed the parameter {changed} before `optim.step`: "
+                "a rank that heals meanwhile would miss that, and a step that is dropped would leave it. Change "
+                "parameters only after `optim.step` has returned True."
+            )
         self.samples.vote(self.lifecycle.state.committed.step, [shape for shape, _ in taken])
         self._apply, self._measure, self._prepare, self._taken = apply, measure, prepare, sorted(taken)
         self._state_server.announce_settings(self.lifecycle.state.attempt(), settings)
@@ -356,6 +364,7 @@ class MemberDriver:
         if end.is_dropped:
             for reducer in self.reducers:
                 reducer.drop(rebuild=end.rebuilds)
+        self._state_server.drop_gradients()  # DRIVER-6
         if end.restores:
             self._state_server.restore()
 

@@ -35,6 +35,11 @@ class StateServer(Protocol):
         """`name_of`: the whole model's name of a tensor, from the one in its module."""
 
     def is_registered(self, item: object) -> bool: ...
+    def changed_parameter(self) -> str | None:
+        """The name of a parameter that was changed since `begin`, if any."""
+
+    def drop_gradients(self) -> None:
+        """Set the gradients of what the registered optimizers train to None."""
 
     def unregister(self, names: Sequence[str]) -> None:
         """Drop the objects of these names."""

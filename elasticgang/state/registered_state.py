@@ -24,6 +24,8 @@ REGISTERED-7  Of a DTensor in small state a rank sends its part, and tells that 
 REGISTERED-8  The form of an object is that before the first step. Of buffers it has the names alone: forward may
     replace them, and a heal takes another shape (BUFFERS-2). Of an optimizer it has the parameters of each group, in
     order, and not the settings, which a heal takes too (REGISTERED-6), nor its state, which the first apply makes.
+REGISTERED-9  A step changes no parameter before its apply: what a learner reads meanwhile, and what a dropped step
+    leaves, would be no committed state. The version of a parameter counts the changes; those of `.data` are not seen.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import copy
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -99,6 +101,7 @@ class RegisteredState:
         self._optimizers: dict[str, Stateful] = {}
         self._others: dict[str, Stateful] = {}
         self._forms: dict[str, Form] = {}  # by the name of the object, of those that `form` has read
+        self._versions: dict[str, list[int]] = {}  # of the parameters, when the step began (REGISTERED-9)
         self.snapshot: dict[str, Any] = {}
         self._held: list[HeldBuffers] = []  # with the snapshot
         self.written: Any = None
@@ -226,6 +229,22 @@ class RegisteredState:
                 self._parameters[name] = self._named(
                     name, module.named_parameters()
                 )  # FSDP replaces them while it is gathered
+        self._versions = {name: _versions(of_module.values()) for name, of_module in self._parameters.items()}
+
+    def changed_parameter(self) -> str | None:
+        """The name of a parameter that the step has changed, if any (REGISTERED-9)."""
+        for name, of_module in self._parameters.items():
+            before, now = self._versions.get(name), _versions(of_module.values())
+            if before is not None and now != before:
+                key = next(key for key, *both in zip(of_module, before, now, strict=True) if both[0] != both[1])
+                return f"{key!r} of {name!r}"
+        return None
+
+    def drop_gradients(self) -> None:
+        """Of what the optimizers train."""
+        for optimizer in self._optimizers.values():
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
 
     def keep_snapshot(self) -> None:
         self.snapshot = self.small(cloned=True)
@@ -596,6 +615,14 @@ def _check_alike(what: str, offered: Tensor, own: Tensor) -> None:
     if (offered.shape, offered.dtype) != (own.shape, own.dtype):
         theirs, mine = (f"{list(each.shape)} of {str(each.dtype)[6:]}" for each in (offered, own))
         raise WireError(f"the {what} is {theirs} at the source, and {mine} here")
+
+
+def _versions(parameters: Collection[Tensor]) -> list[int]:
+    """How often torch has seen each of them change."""
+    try:
+        return [each._version for each in parameters]
+    except RuntimeError:  # torch does not count for those that were made in inference mode
+        return [0 if each.is_inference() else each._version for each in parameters]
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:

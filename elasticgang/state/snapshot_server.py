@@ -120,6 +120,14 @@ class SnapshotServer:
     def is_registered(self, item: object) -> bool:
         return self._state.is_registered(item)
 
+    def changed_parameter(self) -> str | None:
+        """As of `RegisteredState`."""
+        return self._state.changed_parameter()
+
+    def drop_gradients(self) -> None:
+        """As of `RegisteredState`."""
+        self._state.drop_gradients()
+
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names, and what an unfinished heal has received for them. Call it inside
         `exclusive`."""

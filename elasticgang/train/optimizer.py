@@ -47,7 +47,9 @@ _MIXING = frozenset({"Adafactor", "LBFGS", "Muon"})  # of torch.optim: what they
 
 
 class Optimizer:
-    """Wraps `optimizer`: all ranks apply a step, or none does. A manager has one."""
+    """Wraps `optimizer`: all ranks apply a step, or none does. Several may take turns, in an order that follows from
+    the step's index: one of them takes each step, and the gradients of the others are dropped with it.
+    """
 
     def __init__(
         self,

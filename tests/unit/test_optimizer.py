@@ -145,6 +145,83 @@ def test_without_slots_the_generators_are_the_scripts() -> None:
     ]
 
 
+# REGISTERED-9
+@pytest.mark.parametrize("how", ["by hand", "an optimizer in backward"])
+def test_a_parameter_that_is_changed_before_the_vote_is_refused(how: str) -> None:
+    manager = eg.join()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    bias = model.get_parameter("1.bias")
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.register_state(model=model, optim=optim)
+    early = torch.optim.SGD([bias], lr=0.1)
+
+    def train() -> None:
+        for step in manager.steps(3):
+            with step:
+                if step.index == 1 and how == "an optimizer in backward":
+                    bias.register_post_accumulate_grad_hook(lambda _: early.step())  # type: ignore[no-untyped-call]
+                model(torch.ones(1, 2)).sum().backward()
+                with torch.no_grad():
+                    if step.index == 1 and how == "by hand":
+                        bias.add_(1.0)
+                    assert optim.step(weight=1.0)
+                    bias.clamp_(-1.0, 1.0)  # now it may
+
+    told = r"step 1 has changed the parameter '1.bias' of 'model' before `optim.step`"
+    with pytest.raises(eg.InvalidOperationError, match=told):
+        train()
+    assert manager.committed_steps == 1
+
+
+# REGISTERED-9
+def test_a_parameter_that_was_made_in_inference_mode_may_be_there() -> None:
+    """torch does not count its changes."""
+    manager = eg.join()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with torch.inference_mode():
+        frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    model.add_module("frozen", frozen)
+    optim = eg.Optimizer(manager, torch.optim.SGD(model[:2].parameters(), lr=0.1))
+    manager.register_state(model=model, optim=optim)
+    with next(manager.steps(1)):
+        model[:2](torch.ones(1, 2)).sum().backward()
+        assert optim.step(weight=1.0)
+
+
+# DRIVER-6
+def test_optimizers_that_take_turns_leave_no_gradients_to_each_other() -> None:
+    manager = eg.join()
+    models = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
+    optims = [eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0)) for model in models]
+    manager.register_state(first=models[0], second=models[1], one=optims[0], other=optims[1])
+    before = [model.weight.detach().clone() for model in models]
+    for step in manager.steps(2):
+        with step:
+            for model in models:
+                model(torch.ones(1, 2)).sum().backward()
+            assert optims[step.index].step(weight=1.0)
+    for model, weight in zip(models, before, strict=True):
+        assert torch.equal(model.weight, weight - 1.0)
+
+
+# DRIVER-6
+def test_a_step_that_is_tried_again_begins_without_the_gradients_of_the_first_try() -> None:
+    """A script that sums gradients by itself has no wrapper that drops them."""
+    manager = eg.join()
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optim = eg.Optimizer(manager, torch.optim.SGD([weight], lr=1.0))
+    manager.register_state(weights=torch.nn.ParameterList([weight]), optim=optim)
+    tries = 0
+    for step in manager.steps(1):
+        with step:
+            weight.sum().backward()  # type: ignore[no-untyped-call]
+            tries += 1
+            if tries == 1:
+                manager.report_error(ValueError("not finite"))
+            assert optim.step(weight=1.0) is (tries == 2)
+    assert (tries, weight.tolist()) == (2, [-1.0, -1.0])
+
+
 class Beside(LocalRendezvous):
     """As if another rank added `others` to the first sum, that of the totals."""
 
