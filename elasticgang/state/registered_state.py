@@ -26,6 +26,8 @@ REGISTERED-8  The form of an object is that before the first step. Of buffers it
     order, and not the settings, which a heal takes too (REGISTERED-6), nor its state, which the first apply makes.
 REGISTERED-9  A step changes no parameter before its apply: what a learner reads meanwhile, and what a dropped step
     leaves, would be no committed state. The version of a parameter counts the changes; those of `.data` are not seen.
+REGISTERED-10  Parameters are paired by their places: those of a module in the buckets of gradients, and those of an
+    optimizer in its state. So a state in which they have another order is refused.
 """
 
 from __future__ import annotations
@@ -327,6 +329,7 @@ class RegisteredState:
             raise WireError(f"its optimizers are {sorted(offered['optimizers'])}, not {sorted(own['optimizers'])}")
         for name, state in offered["optimizers"].items():
             check_groups(name, state["param_groups"], self._optimizers[name])
+            _check_order(name, _owned(offered, name), _owned(own, name))
         devices = self._devices_of(offered["optimizers"], kinds) if in_place else {}
         taken = _Intervals()
         targets = []
@@ -351,10 +354,10 @@ class RegisteredState:
         for name, state in offered.items():
             parameters = parameters_of(self._optimizers[name])
             for index, of_parameter in state["state"].items():
-                if not isinstance(index, int):
+                if not _is_number_of(index, parameters):
                     continue
                 part = local(parameters[index])
-                for value in of_parameter.values():
+                for value in of_parameter.values() if isinstance(of_parameter, dict) else [of_parameter]:
                     if isinstance(value, _Slot):
                         shape, dtype = kinds[value.number]
                         is_large = part.numel() * dtype.itemsize > staging.CHUNK_BYTES
@@ -440,13 +443,19 @@ class RegisteredState:
             self._others[name].load_state_dict(copy.deepcopy(state))
 
     def large(self) -> dict[str, Any]:
-        """The large state: the local parts, without settings (REGISTERED-6)."""
+        """The large state: the local parts, without settings (REGISTERED-6). "owned": the parameters of each optimizer,
+        by their numbers among all of the registered modules; -1 if they are in none (REGISTERED-10)."""
         parameters = {
             name: {key: local(parameter) for key, parameter in of_module.items()}
             for name, of_module in self._parameters.items()
         }
         optimizers = {name: without_settings(locally(item.state_dict())) for name, item in self._optimizers.items()}
-        return {"parameters": parameters, "optimizers": optimizers}
+        every = [id(each) for of_module in self._parameters.values() for each in of_module.values()]
+        numbers = {parameter: number for number, parameter in reversed(list(enumerate(every)))}
+        owned = {
+            name: [numbers.get(id(each), -1) for each in parameters_of(item)] for name, item in self._optimizers.items()
+        }
+        return {"parameters": parameters, "optimizers": optimizers, "owned": owned}
 
     def tree(self) -> dict[str, Any]:
         """All state, with DTensors: the large state, and the snapshot of the small state. "owned": the parameters of
@@ -491,15 +500,26 @@ def _placed(state: dict[str, Any], optimizer: Any, writer: staging.Writer) -> di
     """An optimizer's state, with DTensors for parameters that are DTensors, and on the devices of the parameters."""
     parameters = parameters_of(optimizer)
     former = locally(optimizer.state_dict()["state"])
-    placed = {
-        index: {
-            key: like(_on_device(value, parameters[index], former.get(index, {}).get(key), writer), parameters[index])
-            for key, value in of_parameter.items()
-        }
-        for index, of_parameter in state["state"].items()
-        if isinstance(index, int)
-    }
+
+    def place(value: Any, parameter: Tensor, former: Any) -> Any:
+        return like(_on_device(value, parameter, former, writer), parameter)
+
+    placed = {}
+    for index, kept in state["state"].items():
+        if not _is_number_of(index, parameters):
+            continue
+        parameter, mine = parameters[index], former.get(index)
+        if isinstance(kept, dict):
+            mine = mine if isinstance(mine, dict) else {}
+            placed[index] = {key: place(value, parameter, mine.get(key)) for key, value in kept.items()}
+        else:
+            placed[index] = place(kept, parameter, mine)
     return {**state, "state": {**state["state"], **placed}}
+
+
+def _is_number_of(key: object, parameters: Sequence[Tensor]) -> bool:
+    """Whether `key` of an optimizer's state stands for a parameter. Others are the optimizer's own."""
+    return type(key) is int and 0 <= key < len(parameters)
 
 
 def _keep_dtypes(name: str, received: dict[Any, Any], optimizer: Any) -> None:
@@ -609,6 +629,28 @@ def _check_names(module: str, own: dict[str, Any], offered: dict[str, Any]) -> N
     for key in own.keys() ^ offered.keys():
         whose = "this rank's" if key in own else "the source's"
         raise WireError(f"only {whose} {module!r} has the parameter {key!r}")
+    for mine, theirs in zip(own, offered, strict=True):  # REGISTERED-10
+        if mine != theirs:
+            raise WireError(
+                f"the parameters of {module!r} have another order at the source: {theirs!r} is where this rank has "
+                f"{mine!r}. Make the modules in the same order in every process"
+            )
+
+
+def _owned(large: dict[str, Any], optimizer: str) -> list[str]:
+    """What the parameters of an optimizer are called, in its order."""
+    names = [f"{key!r} of {module!r}" for module, of_module in large["parameters"].items() for key in of_module]
+    return [names[number] if number >= 0 else "in no module" for number in large["owned"][optimizer]]
+
+
+def _check_order(optimizer: str, offered: list[str], own: list[str]) -> None:
+    """REGISTERED-10. Raises WireError."""
+    for number, (theirs, mine) in enumerate(zip(offered, own, strict=True)):
+        if theirs != mine:
+            raise WireError(
+                f"parameter {number} of the optimizer {optimizer!r} is {theirs} at the source, and {mine} here: give "
+                "the optimizer its parameters in the same order in every process"
+            )
 
 
 def _check_alike(what: str, offered: Tensor, own: Tensor) -> None:

@@ -316,6 +316,74 @@ def test_other_parameter_groups_are_refused_before_anything_is_written(
     assert same((healer.large(), healer.small()), before)
 
 
+# REGISTERED-10
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_parameters_in_another_order_are_refused_before_anything_is_written(
+    ranks: Ranks, num_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bias of the first layer has the shape of both parameters of the second one."""
+    source, healer = ranks(3), ranks(num_steps)
+    parameters = source.optim.param_groups[0]["params"]
+    parameters[1], parameters[2] = parameters[2], parameters[1]
+    before = healer.large(), healer.small()
+    source.server.begin(AT)
+    assert not healer.server.heal([source.server.address], AT)
+    assert (
+        "parameter 1 of the optimizer 'optim' is '1.weight' of 'model' at the source, and '0.bias' of 'model' here"
+        in caplog.text
+    )
+    assert same((healer.large(), healer.small()), before)
+
+
+# REGISTERED-10
+def test_modules_in_another_order_are_refused_before_anything_is_written(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    def swap(model: nn.Module) -> None:
+        weight, bias = model[1].weight, model[1].bias  # type: ignore[index]
+        del model[1].weight, model[1].bias  # type: ignore[index]
+        model[1].bias, model[1].weight = bias, weight  # type: ignore[index]
+
+    source, healer = ranks(3), ranks(1)
+    swap(source.model)
+    source.server.unregister(["model"])
+    source.server.register(model=source.model)
+    before = healer.large(), healer.small()
+    source.server.begin(AT)
+    assert not healer.server.heal([source.server.address], AT)
+    assert "of 'model' have another order at the source: '1.bias' is where this rank has '1.weight'" in caplog.text
+    assert same((healer.large(), healer.small()), before)
+
+
+class Bare(torch.optim.Optimizer):
+    """What it keeps of a parameter is a tensor, or a number, and it has a count under a key of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            self.state[parameter] = parameter.grad * 2 if number else 0.5
+        own: dict[Any, Any] = self.state
+        own[-1] = 3
+        own[10**6] = torch.ones(2)
+
+
+def test_what_an_optimizer_keeps_of_a_parameter_may_be_a_bare_tensor(ranks: Ranks) -> None:
+    source, healer = ranks(0), ranks(0)
+    for rank in (source, healer):
+        rank.optim = Bare(rank.model.parameters())  # type: ignore[assignment]
+        rank.server.unregister(["optim"])
+        rank.server.register(optim=rank.optim)
+    for _ in range(2):  # the second heal finds the state of the first one
+        source.train()
+        source.server.begin(AT)
+        assert healer.server.heal([source.server.address], AT)
+        with source.server.exclusive():
+            assert same(healer.large(), source.large())
+
+
 # SERVING-3
 @pytest.mark.parametrize("where", ["counter", "optim"])
 def test_source_and_healer_say_which_value_cannot_be_sent(
