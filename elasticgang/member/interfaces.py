@@ -35,6 +35,10 @@ class StateServer(Protocol):
         """`name_of`: the whole model's name of a tensor, from the one in its module."""
 
     def is_registered(self, item: object) -> bool: ...
+
+    def without(self, parameters: Sequence[Tensor]) -> list[int]:
+        """The numbers of those of `parameters` that are in nothing that is registered."""
+
     def changed_parameter(self) -> str | None:
         """The name of a parameter that was changed since `begin`, if any."""
 

@@ -262,6 +262,18 @@ class QuorumManager:
         """Whether `item` is part of the training state, by `register_state` or `build`."""
         return self._state_server.is_registered(item)
 
+    def unregistered(self, parameters: Sequence[Tensor]) -> list[int]:
+        """The numbers of those of `parameters` that are no part of the training state."""
+        return self._state_server.without(parameters)
+
+    def unreduced(self, parameters: Sequence[Tensor]) -> list[int]:
+        """The numbers of those of `parameters` that are in no wrapped module; none, if no module is wrapped."""
+        wrapped = [reducer for reducer in self._driver.reducers if isinstance(reducer, torch.nn.Module)]
+        if not wrapped or len(wrapped) < len(self._driver.reducers):
+            return []
+        known = {id(each) for module in wrapped for each in module.parameters()}
+        return [number for number, each in enumerate(parameters) if id(each) not in known]
+
     def build(self, build: BuildFunction, *, names: NameFunction | None = None) -> SeatState:
         """Register a function that makes the training state, for layouts in which the state depends on the seat.
 

@@ -248,6 +248,15 @@ class RegisteredState:
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
 
+    def without(self, parameters: Sequence[Tensor]) -> list[int]:
+        """The numbers of those of `parameters` that are in no registered module or object."""
+        held = {id(each) for of_module in self._parameters.values() for each in of_module.values()}
+        left = [number for number, each in enumerate(parameters) if id(each) not in held]
+        if not left:
+            return []
+        tensors = list(_tensors_in([item.state_dict() for item in self._others.values()]))
+        return [number for number in left if not any(is_same_memory(parameters[number], each) for each in tensors)]
+
     def keep_snapshot(self) -> None:
         self.snapshot = self.small(cloned=True)
         self._held = list(map(HeldBuffers, self._modules.values()))

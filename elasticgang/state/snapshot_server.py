@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.form import Form
@@ -119,6 +121,10 @@ class SnapshotServer:
 
     def is_registered(self, item: object) -> bool:
         return self._state.is_registered(item)
+
+    def without(self, parameters: Sequence[Tensor]) -> list[int]:
+        """As of `RegisteredState`."""
+        return self._state.without(parameters)
 
     def changed_parameter(self) -> str | None:
         """As of `RegisteredState`."""

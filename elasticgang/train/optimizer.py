@@ -12,6 +12,7 @@ OPTIMIZER-3  The parameter groups stay those of the first step. A rank that star
     script begins, and could not take the state of others.
 OPTIMIZER-4  An apply begins with the same seeds of torch's generators on every rank: what an optimizer draws, and what
     the script draws after the step, does not depend on the slots that a rank has computed.
+OPTIMIZER-5  The optimizer and all parameters that it trains are registered state: a rank that joins would lack others.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Optimizer:
         """The sums over all ranks that the last `step` was asked for, by name; empty unless it has returned True."""
         self._manager = manager
         self._has_checked = False  # `_check_elementwise`
-        self._num_parameters: list[int] | None = None  # of each group, as of the first step (OPTIMIZER-3)
+        self._is_known = False  # `_check_registered`
+        self._groups: list[list[Tensor]] | None = None  # as of the first step (OPTIMIZER-3)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self._scaler is not None and any(each.dtype is torch.float16 for each in self._parameters()):
             raise ValueError(
@@ -125,7 +127,8 @@ class Optimizer:
             InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0; or
                 `sums` has other names on some ranks, equally many; or ranks take their slots from different
                 `GlobalBatch`es; or the loop over the slots of a `StreamLoader` was left early; or the scaler is not
-                registered; or the parameter groups have changed since the first step.
+                registered; or the parameter groups have changed since the first step; or the optimizer, or a parameter
+                that it trains, is not registered; or the step has changed a parameter.
             MismatchError: this rank has joined, and its learning rate, or another setting, is not that of the others.
                 The agent does not restart it.
             NotSupportedError: with `reduction="reproducible"`, where a layout of the job has `sdp`: the optimizer is
@@ -141,6 +144,7 @@ class Optimizer:
                 "`register_state(scaler=scaler)`"
             )
         self._check_groups()
+        self._check_registered()
         self._check_elementwise()
         is_exact = self._manager.is_reproducible and not self._has_own_meshes()
         measures: Callable[[], list[float]] | None = None
@@ -267,14 +271,40 @@ class Optimizer:
 
     def _check_groups(self) -> None:
         """OPTIMIZER-3. Raises InvalidOperationError."""
-        present = [len(group["params"]) for group in self.param_groups]
-        first = self._num_parameters = self._num_parameters or present
-        if present != first:
+        present = [list(group["params"]) for group in self.param_groups]
+        first = self._groups = self._groups or present
+        if [list(map(id, group)) for group in present] != [list(map(id, group)) for group in first]:
+            before, now = ([len(group) for group in each] for each in (first, present))
+            what = "others" if now == before else f"{now}"
             raise InvalidOperationError(
-                f"the optimizer's parameter groups must stay as they were in the first step, with {first} parameters, "
-                f"but have {present} now: a rank that starts later could not heal. Give it all groups "
+                f"the optimizer's parameter groups must stay as they were in the first step, with {before} parameters, "
+                f"but have {what} now: a rank that starts later could not heal. Give it all groups "
                 "before the first step, and let parameters that it is to train later not require gradients until then."
             )
+
+    def _check_registered(self) -> None:
+        """OPTIMIZER-5. Raises InvalidOperationError."""
+        if self._is_known:
+            return
+        if not (self._manager.is_registered(self) or self._manager.is_registered(self.optim)):
+            raise InvalidOperationError(
+                "register the optimizer before the first step, so that a rank that joins gets its state: "
+                "`register_state(optim=optim)`"
+            )
+        trained = [each for each in self._parameters() if each.requires_grad]
+        if left := self._manager.unregistered(trained):
+            raise InvalidOperationError(
+                f"{_what(trained, left)} in no module that is registered, so that a rank that joins would not get "
+                f"{'it' if len(left) == 1 else 'them'}: give `register_state` the module, or "
+                "`torch.nn.ParameterList([...])` of them"
+            )
+        if left := self._manager.unreduced(trained):
+            log.warning(
+                "%s in no wrapped module: the ranks do not sum the gradients, unless the script does so itself. Wrap "
+                "one module that has all parameters.",
+                _what(trained, left),
+            )
+        self._is_known = True
 
     def _check_elementwise(self) -> None:
         """OPTIMIZER-2. Raises NotSupportedError."""
@@ -346,6 +376,14 @@ def _number(name: str, value: float | Tensor) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"`sums[{name!r}]` must have one element, but has the shape {tuple(value.shape)} instead.")
     return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def _what(parameters: Sequence[Tensor], numbers: Sequence[int]) -> str:
+    """Those of `parameters` with these numbers, in words."""
+    shape = list(parameters[numbers[0]].shape)
+    if len(numbers) == 1:
+        return f"a parameter of the optimizer, of the shape {shape}, is"
+    return f"{len(numbers)} parameters of the optimizer, the first of the shape {shape}, are"
 
 
 def _overflows(measured: Sequence[float]) -> bool:

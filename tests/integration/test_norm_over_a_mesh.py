@@ -43,7 +43,7 @@ def clip_as_rank() -> None:
     layout, cpu = eg.ParallelLayout(), torch.device("cpu")
     manager = QuorumManager(LocalRendezvous(layout, cpu), SnapshotServer(), layout, cpu)
     optim = eg.Optimizer(manager, torch.optim.SGD([divided, plain], lr=1.0))
-    manager.register_state(optim=optim)
+    manager.register_state(parameters=nn.ParameterList([divided, plain]), optim=optim)
     for step in manager.steps(1):
         with step:
             assert optim.step(weight=1.0, max_norm=MAX_NORM)

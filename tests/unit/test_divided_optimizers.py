@@ -62,7 +62,8 @@ def manager(*, is_reproducible: bool = True) -> QuorumManager:
 
 
 def take_step(ours: QuorumManager, optim: eg.Optimizer, max_norm: float | None = None) -> None:
-    ours.register_state(optim=optim)
+    parameters = [each for group in optim.param_groups for each in group["params"]]
+    ours.register_state(parameters=nn.ParameterList(parameters), optim=optim)
     for step in ours.steps(1):
         with step:
             assert optim.step(weight=1.0, max_norm=max_norm)

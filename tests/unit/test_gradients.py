@@ -44,11 +44,16 @@ def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 def step(ours: QuorumManager, optim: eg.Optimizer, backward: Callable[[], None], max_norm: float | None) -> None:
     """One step, with a weight of 2."""
-    ours.register_state(optim=optim)
+    ours.register_state(parameters=held(optim), optim=optim)
     for each in ours.steps(1):
         with each:
             backward()
             assert optim.step(weight=2.0, max_norm=max_norm)
+
+
+def held(optim: eg.Optimizer) -> nn.ParameterList:
+    """A module that has the parameters of `optim`."""
+    return nn.ParameterList([each for group in optim.param_groups for each in group["params"]])
 
 
 def norm_seen(ours: QuorumManager, optim: eg.Optimizer, parameter: Tensor) -> float:
@@ -98,7 +103,7 @@ def test_parameters_of_two_meshes_and_plain_ones_are_clipped_and_applied_togethe
     for parameter in parameters:
         assert parameter is unused or parameter.grad is not None
     with caplog.at_level(logging.WARNING):
-        ours.register_state(optim=optim)
+        ours.register_state(parameters=held(optim), optim=optim)
         for each in ours.steps(2):
             with each:
                 assert optim.step(weight=2.0, max_norm=MAX_NORM)

@@ -71,25 +71,27 @@ def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
 
 
 # OPTIMIZER-3
-@pytest.mark.parametrize("adds_group", [True, False], ids=["a group", "a parameter of a group"])
-def test_other_parameter_groups_than_those_of_the_first_step_are_refused(adds_group: bool) -> None:
+@pytest.mark.parametrize("change", ["a group", "a parameter of a group", "another parameter"])
+def test_other_parameter_groups_than_those_of_the_first_step_are_refused(change: str) -> None:
     manager = eg.join()
     weight, later = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     sgd = torch.optim.SGD([weight], lr=0.1)
     optim = eg.Optimizer(manager, sgd)
     manager.register_state(weights=torch.nn.ParameterList([weight]), optim=optim)
     sgd.add_param_group({"params": [torch.nn.Parameter(torch.ones(2), requires_grad=False)]})  # it may here
-    num = "[1, 1, 1]" if adds_group else "[2, 1]"
+    num = {"a group": "[1, 1, 1]", "a parameter of a group": "[2, 1]", "another parameter": "others"}[change]
     refused = []
     for step in manager.steps(2):
         with step:
             weight.grad = torch.ones(2)
             if step.index == 1:
                 first = [{**group, "params": list(group["params"])} for group in sgd.param_groups]
-                if adds_group:
+                if change == "a group":
                     sgd.add_param_group({"params": [later]})
-                else:
+                elif change == "a parameter of a group":
                     sgd.param_groups[0]["params"].append(later)
+                else:
+                    sgd.param_groups[0]["params"][0] = later
                 told = re.escape(f"with [1, 1] parameters, but have {num} now")
                 with pytest.raises(eg.InvalidOperationError, match=told):
                     optim.step(weight=1.0)
@@ -97,6 +99,64 @@ def test_other_parameter_groups_than_those_of_the_first_step_are_refused(adds_gr
                 sgd.param_groups[:] = first
             assert optim.step(weight=1.0)
     assert (refused, manager.committed_steps) == ([1], 2)
+
+
+# OPTIMIZER-5
+def test_an_optimizer_that_is_not_registered_is_refused() -> None:
+    manager = eg.join()
+    model = torch.nn.Linear(2, 2)
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.register_state(model=model)
+    with next(manager.steps(1)):
+        with pytest.raises(
+            eg.InvalidOperationError, match=r"register the optimizer before the first step.*optim=optim"
+        ):
+            optim.step(weight=1.0)
+        manager.register_state(optim=optim.optim)
+        assert optim.step(weight=1.0)
+
+
+class Scale:
+    """An object of the script with a parameter."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight.data.copy_(state["weight"])
+
+
+# OPTIMIZER-5
+def test_a_parameter_that_is_in_nothing_that_is_registered_is_refused() -> None:
+    manager = eg.join()
+    model, scale = torch.nn.Linear(2, 2), Scale()
+    model.bias.requires_grad_(False)  # it may be anywhere
+    optim = eg.Optimizer(manager, torch.optim.SGD([model.bias, model.weight, scale.weight], lr=0.1))
+    manager.register_state(weights=torch.nn.ParameterList([model.weight]), optim=optim)
+    with next(manager.steps(1)):
+        told = r"a parameter of the optimizer, of the shape \[3\], is in no module that is registered"
+        with pytest.raises(eg.InvalidOperationError, match=told):
+            optim.step(weight=1.0)
+        manager.register_state(scale=scale)
+        assert optim.step(weight=1.0)
+
+
+def test_a_parameter_that_no_wrapped_module_has_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    manager = eg.join()
+    model, beside = eg.DistributedDataParallel(manager, torch.nn.Linear(2, 2)), torch.nn.Linear(2, 5)
+    optim = eg.Optimizer(manager, torch.optim.SGD([*model.parameters(), *beside.parameters()], lr=0.1))
+    manager.register_state(model=model, beside=beside, optim=optim)
+    for step in manager.steps(2):
+        with step:
+            with model.accumulate(last=True):
+                beside(model(torch.ones(1, 2))).sum().backward()
+            assert optim.step(weight=1.0)
+    told = [line for line in caplog.messages if "in no wrapped module" in line]
+    assert len(told) == 1
+    assert told[0].startswith("2 parameters of the optimizer, the first of the shape [5, 2], are in no wrapped module")
 
 
 class Noisy(torch.optim.SGD):

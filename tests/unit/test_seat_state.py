@@ -183,7 +183,7 @@ def test_the_norm_counts_what_several_ranks_have_alike_once(monkeypatch: pytest.
     monkeypatch.setattr(QuorumManager, "layout", eg.ParallelLayout(tp=4, pp=2))
     optim = eg.Optimizer(ours, torch.optim.SGD([alike, own], lr=1.0), replicated={"tp": [alike], "pp": iter([alike])})
     alike.grad, own.grad = torch.full((4,), 2.0), torch.full((4,), 3.0)
-    ours.register_state(optim=optim)
+    ours.register_state(parameters=nn.ParameterList([alike, own]), optim=optim)
     for step in ours.steps(1):
         with step:
             assert optim.step(weight=1.0, max_norm=0.5)
