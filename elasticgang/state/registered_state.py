@@ -126,6 +126,7 @@ class RegisteredState:
             if isinstance(item, nn.Module):
                 if name_of is not None:
                     self._name_of[name] = functools.cache(name_of)  # it may read the layout, which changes before this
+                flatten(dict(item.named_buffers()))  # raises now and not when a peer heals
                 extra = self._extra_states(name, item)
                 self._parameters[name] = self._named(name, item.named_parameters())
                 self._keys[name] = self._keys_of(name, item)
@@ -345,6 +346,7 @@ class RegisteredState:
         for number, (shape, dtype) in enumerate(kinds):
             mine = found.get(number)
             fits = mine is not None and (list(mine.shape), mine.dtype) == (shape, dtype)
+            fits = fits and mine is not None and not (mine.is_conj() or mine.is_neg())  # its bytes are other values
             if in_place and fits and mine is not None and taken.add(mine):
                 targets.append(mine)
             elif former:

@@ -1,7 +1,8 @@
 """State as JSON and tensors, without pickle, so that a peer can send only data.
 
 SERIAL-1  `unflatten(*flatten(tree))` equals `tree`, including tuples, integer keys, NaN and infinities.
-SERIAL-2  `flatten` refuses a value of any other type, and names its path.
+SERIAL-2  `flatten` refuses a value of any other type, and a tensor that is not strided (sparse, nested), and names its
+    path.
 SERIAL-3  A value of a subclass of `int`, `float` or `str` (such as `numpy.float64`), and an integer or a bool of numpy,
     becomes the plain value. A member of an enumeration is refused, because code may compare it by identity;
     `numpy.float32` too, because what is computed with it is rounded to 32 bits, and with a plain one it would not be.
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_STRIDED: torch.layout = torch.strided
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -24,7 +26,7 @@ def flatten(tree: object) -> tuple[Any, list[Tensor]]:
     """`tree` as JSON-serializable data in which `{"tensor": i}` stands for the i-th of the tensors (SERIAL-1).
 
     Raises:
-        TypeError: a value is neither a tensor, a plain value, nor a list, tuple or dict of such.
+        TypeError: a value is neither a strided tensor, a plain value, nor a list, tuple or dict of such.
     """
     tensors: list[Tensor] = []
     return _flatten(tree, tensors, "state"), tensors
@@ -32,6 +34,9 @@ def flatten(tree: object) -> tuple[Any, list[Tensor]]:
 
 def _flatten(tree: object, tensors: list[Tensor], path: str) -> Any:
     if isinstance(tree, Tensor):
+        if tree.layout is not _STRIDED or tree.is_nested:
+            kind = "nested" if tree.is_nested else str(tree.layout).removeprefix("torch.")
+            raise TypeError(f"{path} is a tensor of the layout {kind}; state must be made of strided tensors")
         tensors.append(tree.detach())
         return {"tensor": len(tensors) - 1}
     if type(plain := _plain(tree)) in _PLAIN:
@@ -78,5 +83,5 @@ def unflatten(data: Any, tensors: Sequence[Tensor]) -> Any:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, without a copy if it is contiguous and on the CPU."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

@@ -231,5 +231,5 @@ def is_on_host(tensor: Tensor) -> bool:
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor as a vector, without a copy if it is contiguous."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)

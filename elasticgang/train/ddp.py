@@ -138,8 +138,8 @@ class DistributedDataParallel(nn.Module):
         it.
 
         Raises:
-            ValueError: `over` is neither "dp" nor "rdp", `reduction` is unknown, or a parameter is a DTensor, which
-                torch's reducer does not accept.
+            ValueError: `over` is neither "dp" nor "rdp", `reduction` is unknown, a parameter is a DTensor, which
+                torch's reducer does not accept, or an embedding has sparse gradients, which no gang can sum.
         """
         super().__init__()
         if over not in ("dp", "rdp"):
@@ -151,6 +151,9 @@ class DistributedDataParallel(nn.Module):
                     f"the parameters of `module` must be plain tensors, but {name} is a DTensor; use "
                     "`ShardedDataParallel`."
                 )
+        for name, each in module.named_modules():
+            if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse and each.weight.requires_grad:
+                raise ValueError(f"the gradients of `module` must be dense, but {name or 'it'} has `sparse=True`.")
         self._over = over
         self._options = (
             f"over={over!r}, reduction={reduction!r}, keep={keep}, find_unused_parameters={find_unused_parameters}"

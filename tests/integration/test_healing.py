@@ -384,6 +384,31 @@ def test_what_an_optimizer_keeps_of_a_parameter_may_be_a_bare_tensor(ranks: Rank
             assert same(healer.large(), source.large())
 
 
+def test_conjugated_tensors_are_healed(ranks: Ranks) -> None:
+    """torch conjugates them when they are read: the bytes in their memory are others."""
+    source, healer = ranks(0), ranks(0)
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    for rank in (source, healer):
+        own = values.clone() if rank is source else torch.zeros(2, dtype=torch.complex64)
+        rank.model.weight = nn.Parameter(own.conj())
+        rank.model.register_buffer("constants", own.conj())
+        rank.server.unregister(["model"])
+        rank.server.register(model=rank.model)
+    source.server.begin(AT)
+    assert healer.server.heal([source.server.address], AT)
+    for tensor in (healer.model.get_parameter("weight"), healer.model.get_buffer("constants")):
+        assert tensor.is_conj()
+        assert tensor.tolist() == values.conj().tolist()
+
+
+# SERIAL-2
+def test_a_buffer_that_is_not_strided_is_refused_when_it_is_registered(ranks: Ranks) -> None:
+    rank, model = ranks(0), nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    with pytest.raises(TypeError, match=r"\['graph'\] is a tensor of the layout sparse_coo"):
+        rank.server.register(graph_model=model)
+
+
 # SERVING-3
 @pytest.mark.parametrize("where", ["counter", "optim"])
 def test_source_and_healer_say_which_value_cannot_be_sent(

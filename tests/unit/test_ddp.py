@@ -708,3 +708,13 @@ def test_a_copy_is_one_of_the_module_without_the_wrapper() -> None:
     assert averaged(torch.ones(1, 300)).shape == (1, 2)
     averaged.update_parameters(ddp)
     torch.testing.assert_close(averaged.module.weight, (first + ddp.module.get_parameter("weight")) / 2)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_sparse_gradients_is_refused_unless_it_is_frozen(kind: type[nn.Module]) -> None:
+    manager = eg.join()
+    model = nn.Sequential(kind(5, 3, sparse=True), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match=r"gradients of `module` must be dense, but 0 has `sparse=True`"):
+        eg.DistributedDataParallel(manager, model)
+    model[0].requires_grad_(False)
+    eg.DistributedDataParallel(manager, model)

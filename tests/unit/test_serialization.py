@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,24 @@ def test_any_other_kind_is_refused_by_its_path(tree: object, path: str) -> None:
     assert str(refused.value).startswith(f"{path} is of ")
 
 
+# SERIAL-2
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "sparse_coo"),
+        (lambda: torch.eye(2).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "nested"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested"),
+    ],
+    ids=["coo", "csr", "jagged", "nested"],
+)
+def test_a_tensor_that_is_not_strided_is_refused_by_its_path(make: Callable[[], Tensor], layout: str) -> None:
+    told = rf"state\['a'\] is a tensor of the layout {layout}; state must be made of strided"
+    with pytest.raises(TypeError, match=told):
+        flatten({"a": make()})
+
+
 def test_any_other_kind_of_key_is_refused() -> None:
     with pytest.raises(TypeError, match=r"state\['a'\] has the key \(1, 2\) of tuple"):
         flatten({"a": {(1, 2): 3}})
@@ -184,6 +203,12 @@ def test_the_bytes_of_a_tensor_are_all_of_it(shape: tuple[int, ...], dtype: torc
     data = as_bytes(tensor)
     assert len(data) == tensor.numel() * tensor.element_size()
     assert bytes(data) == b"".join(bytes(as_bytes(item)) for item in tensor.flatten())
+
+
+def test_a_tensor_that_torch_conjugates_or_negates_when_it_is_read_has_these_bytes() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    assert bytes(as_bytes(tensor.conj())) == bytes(as_bytes(torch.tensor([1 - 2j, 3 + 4j])))
+    assert bytes(as_bytes(tensor.conj().imag)) == bytes(as_bytes(torch.tensor([-2.0, 4.0])))
 
 
 def test_bytes_are_shared_where_the_tensor_is_contiguous_and_right_where_it_is_not() -> None:
