@@ -135,6 +135,11 @@ class RegisteredState:
                 if any(staging.device.holds(local(each)) for each in self._parameters[name].values()):
                     staging.prepare()  # PINNED-5
             elif hasattr(item, "param_groups"):
+                if not _is_as_torchs(item):
+                    raise TypeError(
+                        f"{name} ({type(item).__name__}) has `param_groups`, so that its state dict must have `state` "
+                        "and `param_groups`, as that of torch's optimizers"
+                    )
                 self._optimizers[name] = item
             else:
                 flatten(item.state_dict())  # raises now and not when a peer heals
@@ -500,6 +505,15 @@ class RegisteredState:
             optimizer.load_state_dict(placed)
             _keep_dtypes(name, placed["state"], optimizer)
         writer.finish()
+
+
+def _is_as_torchs(optimizer: Stateful) -> bool:
+    """Whether its state dict has the form of torch's optimizers, as far as is known."""
+    try:
+        return {"state", "param_groups"} <= optimizer.state_dict().keys()
+    except Exception as exc:  # of the script's class
+        log.debug("the form of the state of an optimizer is not known: %r", exc)
+        return True
 
 
 def is_extra_state(name: str) -> bool:

@@ -70,10 +70,12 @@ class Optimizer:
             ValueError: `replicated` names another gang; or there is a scaler, and a parameter is float16: keep float32
                 parameters, and compute under `torch.autocast`.
             NotSupportedError: a step of `optimizer` communicates, so that a death could leave it applied on some ranks
-                only (RULE-10); or it needs a closure, as that of torch's LBFGS, which computes the loss again.
+                only (RULE-10); or it needs a closure, as that of torch's LBFGS, which computes the loss again; or
+                `optimizer` has others as attributes, and does not say by methods of its own what their state is.
         """
         _refuse_communicating(optimizer)
         _refuse_closure(optimizer)
+        _refuse_inner(optimizer)
         self.optim = optimizer
         self.sums: dict[str, float] = {}
         """The sums over all ranks that the last `step` was asked for, by name; empty unless it has returned True."""
@@ -398,6 +400,21 @@ def _refuse_communicating(optimizer: torch.optim.Optimizer) -> None:
                 f"`optimizer` must not communicate in its step, but {kind.__name__} does: a rank that dies there would "
                 "leave the step applied on some ranks only. Use an optimizer of torch.optim; to shard its state, "
                 "declare `ParallelLayout(sdp=...)` and use `fully_shard`."
+            )
+
+
+def _refuse_inner(optimizer: torch.optim.Optimizer) -> None:
+    """What torch's methods save and load is the state of `optimizer` alone."""
+    kind, plain = type(optimizer), torch.optim.Optimizer
+    if kind.state_dict is not plain.state_dict and kind.load_state_dict is not plain.load_state_dict:
+        return
+    for name, value in vars(optimizer).items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(each, plain) for each in held):
+            raise NotSupportedError(
+                f"`optimizer` must save what it keeps, but {kind.__name__} has other optimizers in `{name}`, and "
+                "torch's `state_dict` and `load_state_dict`, which leave out their state: a rank that joins would not "
+                "get it. Give the class both methods; the state dict has all of `state` and `param_groups`."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import elasticgang as eg
 from elasticgang.member.local_rendezvous import LocalRendezvous
+from elasticgang.state.registered_state import RegisteredState
 from elasticgang.state.snapshot_server import SnapshotServer
 
 CPU = torch.device("cpu")
@@ -68,6 +70,82 @@ def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
         optim = kind([weight], lr=0.1)
         torch.optim.lr_scheduler.LinearLR(optim)  # replaces the method
         eg.Optimizer(manager, optim)
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+class Whole(Both):
+    """And says what their state is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        for part in self.parts:
+            self.state.update(part.state)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+
+class Named(Whole):
+    """In a form of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): part.state_dict() for number, part in enumerate(self.parts)}
+
+
+def parts_of(model: torch.nn.Linear) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Muon([model.weight], lr=0.1), torch.optim.AdamW([model.bias], lr=0.1)]
+
+
+def test_an_optimizer_that_leaves_out_the_state_of_others_in_it_is_refused() -> None:
+    manager = eg.join()
+    model = torch.nn.Linear(2, 2)
+    told = "Both has other optimizers in `parts`, and torch's `state_dict` and `load_state_dict`"
+    with pytest.raises(eg.NotSupportedError, match=told):
+        eg.Optimizer(manager, Both(*parts_of(model)))
+    optim = eg.Optimizer(manager, Named(*parts_of(model)))
+    with pytest.raises(
+        TypeError, match=r"optim \(Optimizer\) has `param_groups`, so that its state dict must have `state`"
+    ):
+        manager.register_state(model=model, optim=optim)
+
+
+def test_an_optimizer_of_others_may_say_what_their_state_is() -> None:
+    models = [torch.nn.Linear(2, 2) for _ in range(2)]
+    wholes = [Whole(*parts_of(model)) for model in models]
+    states = [RegisteredState(), RegisteredState()]
+    for model, whole, state in zip(models, wholes, states, strict=True):
+        eg.Optimizer(eg.join(), whole)
+        state.register(model=model, optim=whole)
+
+    def train(number: int) -> None:
+        models[number](torch.ones(1, 2)).square().sum().backward()
+        wholes[number].step()
+        wholes[number].zero_grad()
+
+    train(0)
+    train(0)
+    states[0].begin_step()
+    states[1].load({"large": copy.deepcopy(states[0].large()), "small": states[0].small(cloned=True)})
+    for _ in range(3):
+        train(0)
+        train(1)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 # OPTIMIZER-3
