@@ -16,6 +16,9 @@ DRIVER-5  In the first `_NUM_COMPARED` steps in which such a rank votes, it comp
     learning rate that it sets in each step. If they differ it raises an error before it votes.
 DRIVER-6  No gradient outlives its step: not in a step that is tried again, and not where another optimizer has taken
     the step. A sum over the ranks would count it once more for each of them, and a rank that has healed has none.
+DRIVER-7  As in DRIVER-3, a number that stands for the learning rates is summed, unless stages of a pipeline may have
+    others: a schedule that is not registered begins anew on a rank that restarts (DRIVER-5 sees it only in the first
+    steps), and one that follows a rank's own loss goes its way.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ log = logging.getLogger("elasticgang")
 _T = TypeVar("_T")
 _NUM_SAVES = 2  # numbers of a vote that are of checkpoints
 _NUM_COMPARED = 3  # DRIVER-5: what a schedule does after the first of these steps is seen in the second
+_RATES_TOLERANCE = 1e-6  # relative: hosts may round the functions of a schedule differently
 
 
 class MemberDriver:
@@ -80,6 +84,8 @@ class MemberDriver:
         self._num_values = 0  # of the totals under way, before the driver's own
         self._taken: list[tuple[BatchShape, int]] = []  # DRIVER-3
         self._batches = 0.0, 0.0  # of the totals under way
+        self._rates = 0.0  # DRIVER-7
+        self._rates_sent = 0.0, 0.0  # of the totals under way
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
         self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
@@ -102,12 +108,14 @@ class MemberDriver:
         names: int,
         taken: Collection[tuple[BatchShape, int]],
         settings: Callable[[], Form],
+        rates: float,
     ) -> bool:
         """`taken`: the global batches of the step, each with its first position (DRIVER-3). `settings`: of the
-        optimizer (DRIVER-5).
+        optimizer (DRIVER-5). `rates`: stands for its learning rates (DRIVER-7).
 
         Raises:
-            InvalidOperationError: as `MemberLifecycle.commit` does; or DRIVER-3; or the step has changed a parameter.
+            InvalidOperationError: as `MemberLifecycle.commit` does; or DRIVER-3, DRIVER-7; or the step has changed a
+                parameter.
             MismatchError: DRIVER-5.
         """
         if (changed := self._state_server.changed_parameter()) is not None:
@@ -119,6 +127,7 @@ class MemberDriver:
         self.samples.vote(self.lifecycle.state.committed.step, [shape for shape, _ in taken])
         self._apply, self._measure, self._prepare, self._taken = apply, measure, prepare, sorted(taken)
         self._state_server.announce_settings(self.lifecycle.state.attempt(), settings)
+        self._rates = rates
         try:
             self._compare_settings(settings)
             return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
@@ -178,8 +187,8 @@ class MemberDriver:
                 else:
                     self._num_values = len(values)
                     has_all = float(all(reducer.has_all for reducer in self.reducers))  # DDP-8
-                    self._batches = self._number_of_batches()
-                    values = (*values, *self._batches, has_all)
+                    self._batches, self._rates_sent = self._number_of_batches(), self._number_of_rates()
+                    values = (*values, *self._batches, *self._rates_sent, has_all)
                 measured = self._measure() if measures and self._measure is not None else ()
                 self._sums = rendezvous.start_sum([*values, *measured])
             case Do.AWAIT_SUMS:
@@ -191,10 +200,11 @@ class MemberDriver:
                         self.checkpoints.count(num_proposals, num_saving, self.lifecycle.state.entered)
                     return sums[:-_NUM_SAVES]
                 reached("totals_received")
-                start, end = self._num_values, self._num_values + 3
-                *batches, has_any_all = sums[start:end]
+                start, end = self._num_values, self._num_values + 5
+                of_batches, num_batches, of_rates, num_rates, has_any_all = sums[start:end]
                 del sums[start:end]
-                self._check_batches(*batches)
+                self._check_batches(of_batches, num_batches)
+                self._check_rates(of_rates, num_rates)
                 if not has_any_all:
                     for reducer in self.reducers:
                         reducer.leave_out_unused()
@@ -305,6 +315,22 @@ class MemberDriver:
         if not (self._taken and self.lifecycle.state.is_active):
             return 0.0, 0.0
         return float(zlib.crc32(repr(self._taken).encode())), 1.0
+
+    def _number_of_rates(self) -> tuple[float, float]:
+        """DRIVER-7: what stands for the learning rates, and 1; zeros if they may differ."""
+        state = self.lifecycle.state
+        is_counted = state.is_active and state.record is not None and state.record.layout.pp == 1
+        return (self._rates, 1.0) if is_counted else (0.0, 0.0)
+
+    def _check_rates(self, total: float, num_ranks: float) -> None:
+        """DRIVER-7."""
+        own, is_one = self._rates_sent
+        if is_one and abs(total - own * num_ranks) > _RATES_TOLERANCE * abs(own * num_ranks):
+            raise InvalidOperationError(
+                f"the ranks have different learning rates in step {self.lifecycle.state.committed.step}: register the "
+                "schedule (`register_state(schedule=schedule)`), and let it depend on nothing but the step and "
+                "`optim.sums`"
+            )
 
     def _check_batches(self, total: float, num_ranks: float) -> None:
         """DRIVER-3."""

@@ -521,6 +521,7 @@ class QuorumManager:
         numbers: Sequence[float] = (),
         names: int = 0,
         settings: Callable[[], Form] = tuple,
+        rates: float = 0.0,
     ) -> bool:
         """Vote on the step under way and, when it is committed, call `apply(total weight)` on the reduced gradients.
 
@@ -529,7 +530,7 @@ class QuorumManager:
         `prepare`: called once before `apply`, with the same arguments, while the votes cross the network. It may
         change the gradients and nothing else, because the step may still be dropped.
         `numbers`: equally many on every rank. `step.sums` has their sums over all ranks once the step is committed.
-        `names`: stands for their names, below 2**32 (MANAGER-16).
+        `names`: stands for their names, below 2**32 (MANAGER-16). `rates`: for the learning rates (DRIVER-7).
         `settings`: returns what `apply` and `prepare` depend on beside the state (DRIVER-5). Other threads may call it
         until this returns.
 
@@ -544,7 +545,9 @@ class QuorumManager:
             )
         self._driver.check_coverage()
         try:
-            step.committed = self._driver.commit(weight, apply, measure, prepare, numbers, names, step.taken, settings)
+            step.committed = self._driver.commit(
+                weight, apply, measure, prepare, numbers, names, step.taken, settings, rates
+            )
         finally:  # BAN-1
             self._rendezvous.ban(Ban.COMMITTED if step.committed else Ban.DROPPED)
         step.sums = self._driver.lifecycle.sums if step.committed else ()

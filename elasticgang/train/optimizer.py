@@ -130,7 +130,8 @@ class Optimizer:
                 `sums` has other names on some ranks, equally many; or ranks take their slots from different
                 `GlobalBatch`es; or the loop over the slots of a `StreamLoader` was left early; or the scaler is not
                 registered; or the parameter groups have changed since the first step; or the optimizer, or a parameter
-                that it trains, is not registered; or the step has changed a parameter.
+                that it trains, is not registered; or the step has changed a parameter; or, without `pp`, ranks
+                have different learning rates.
             MismatchError: this rank has joined, and its learning rate, or another setting, is not that of the others.
                 The agent does not restart it.
             NotSupportedError: with `reduction="reproducible"`, where a layout of the job has `sdp`: the optimizer is
@@ -165,9 +166,16 @@ class Optimizer:
             numbers=numbers,
             names=zlib.crc32("\0".join(names).encode()),
             settings=functools.partial(settings_form, self.optim, max_norm),
+            rates=self._rates(),
         )
         self.sums = dict(zip(names, self._manager.step.sums, strict=True)) if is_committed else {}
         return is_committed
+
+    def _rates(self) -> float:
+        """A number that stands for the learning rates of the groups (DRIVER-7), without those on a device."""
+        rates = (_rate(group.get("lr")) for group in self.param_groups)
+        total = sum(rate * (number + 1) for number, rate in enumerate(rates))
+        return total if math.isfinite(total) else 0.0
 
     def _measure(self, measures: Callable[[], list[float]] | None) -> list[float]:
         """OPTIMIZER-1: whether a gradient of this rank overflows, if there is a scaler; and what `measures` returns."""
@@ -378,6 +386,13 @@ def _number(name: str, value: float | Tensor) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"`sums[{name!r}]` must have one element, but has the shape {tuple(value.shape)} instead.")
     return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def _rate(setting: object) -> float:
+    """A learning rate; 0 if `setting` is none, or on a device."""
+    if isinstance(setting, Tensor):
+        return setting.item() if setting.numel() == 1 and setting.device.type == "cpu" else 0.0
+    return float(setting) if isinstance(setting, int | float) else 0.0
 
 
 def _what(parameters: Sequence[Tensor], numbers: Sequence[int]) -> str:

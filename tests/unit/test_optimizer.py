@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -373,12 +374,12 @@ class Beside(LocalRendezvous):
         return super().start_sum(self.sums[-1])
 
 
-def totals_with(batches: Sequence[eg.GlobalBatch], others: Sequence[float] = ()) -> list[float]:
+def totals_with(batches: Sequence[eg.GlobalBatch], others: Sequence[float] = (), lr: float = 0.1) -> list[float]:
     """The sums of a rank's first step, which it commits with samples of `batches`."""
     rendezvous = Beside(others)
     manager = eg.QuorumManager(rendezvous, SnapshotServer(), eg.ParallelLayout(), CPU)
     weight = torch.nn.Parameter(torch.ones(2))
-    optim = eg.Optimizer(manager, torch.optim.SGD([weight], lr=0.1))
+    optim = eg.Optimizer(manager, torch.optim.SGD([weight], lr=lr))
     manager.register_state(weights=torch.nn.ParameterList([weight]), optim=optim)
     with next(manager.steps(1)) as step:
         for each in batches:
@@ -420,3 +421,29 @@ def test_ranks_may_ask_for_global_batches_in_any_order_and_some_for_none() -> No
     totals_with([], both)
     with pytest.raises(eg.InvalidOperationError, match="different global batches"):
         totals_with([first], both)
+
+
+# DRIVER-7
+def test_ranks_with_different_learning_rates_all_raise() -> None:
+    batches = [eg.GlobalBatch(64, size=16, slot=4)]
+    rates = (0.1, 0.1001)
+    totals = [totals_with(batches, lr=lr) for lr in rates]
+    for lr, others in zip(rates, reversed(totals), strict=True):
+        with pytest.raises(eg.InvalidOperationError, match="the ranks have different learning rates in step 0"):
+            totals_with(batches, others, lr)
+    for lr, others in zip(rates, totals, strict=True):
+        totals_with(batches, others, lr)
+        totals_with(batches, others, lr * (1 + 1e-9))  # as another host may round it
+
+
+@pytest.mark.parametrize("setting", [torch.tensor(0.5), torch.tensor([0.5]), None, "auto", math.inf])
+def test_a_learning_rate_may_be_anything_that_the_optimizer_takes(setting: object) -> None:
+    manager = eg.join()
+    weight = torch.nn.Parameter(torch.ones(2))
+    sgd = Noisy(weight)
+    sgd.param_groups[0]["lr"] = setting
+    optim = eg.Optimizer(manager, sgd)
+    manager.register_state(weights=torch.nn.ParameterList([weight]), optim=optim)
+    with next(manager.steps(1)):
+        weight.grad = torch.ones(2)
+        assert optim.step(weight=1.0)
