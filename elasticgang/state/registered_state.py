@@ -21,9 +21,10 @@ REGISTERED-6  The settings of an optimizer, such as its learning rate, are small
     differ in them while a step runs.
 REGISTERED-7  Of a DTensor in small state a rank sends its part, and tells that it is one. The healer takes it into a
     DTensor that is placed like its own one in the same place of the state. Where it has none, it refuses the state.
-REGISTERED-8  The form of an object is that before the first step. Of buffers it has the names alone: forward may
-    replace them, and a heal takes another shape (BUFFERS-2). Of an optimizer it has the parameters of each group, in
-    order, and not the settings, which a heal takes too (REGISTERED-6), nor its state, which the first apply makes.
+REGISTERED-8  The form of an object is that before the first step. Of buffers it has the names alone, of those that are
+    persistent when the module is registered: forward may make others, on some ranks sooner, and replace them, and a
+    heal takes those of another shape (BUFFERS-2). Of an optimizer it has the parameters of each group, in order, and
+    not the settings, which a heal takes too (REGISTERED-6), nor its state, which the first apply makes.
 REGISTERED-9  A step changes no parameter before its apply: what a learner reads meanwhile, and what a dropped step
     leaves, would be no committed state. The version of a parameter counts the changes; those of `.data` are not seen.
 REGISTERED-10  Parameters are paired by their places: those of a module in the buckets of gradients, and those of an
@@ -417,7 +418,8 @@ class RegisteredState:
     def _form_of_module(self, name: str) -> Iterator[Item]:
         for key, parameter in self._parameters[name].items():
             yield f"parameter {key!r} of {name!r}", _described(parameter)
-        for key in self._named(name, self._modules[name].named_buffers()):
+        persistent = set(self._keys[name].values()) - self._parameters[name].keys()
+        for key in sorted(persistent):
             yield f"buffer {key!r} of {name!r}", "registered"
 
     @property
