@@ -120,6 +120,7 @@ class ElasticRendezvous:
         self._generation: Generation | None = None
         self._aborted = AbortNotice()  # written by the link's thread, as is the next
         self._joining = 0
+        self._connecting_s = 0.0  # of the last generation that was not connected
         self._phases: dict[str, float] = {}  # of the change under way, and when each ended
         self.drain, self.page = context.drain, context.drain.page
         self._lease = Lease(context.lease)
@@ -174,7 +175,13 @@ class ElasticRendezvous:
     def observe(self) -> Observed:
         drain, link = self.drain, self._link
         return Observed(
-            self.error, self._joining, drain.requested, drain.by_signal, link.is_job_over, self.page.successors
+            self.error,
+            self._joining,
+            drain.requested,
+            drain.by_signal,
+            link.is_job_over,
+            self.page.successors,
+            self._connecting_s,
         )
 
     def poison(self, error: GangError) -> None:
@@ -276,9 +283,10 @@ class ElasticRendezvous:
         reached("requested")
 
     def _delay(self, delay: do.Delay) -> None:
+        times = f"{delay.num} generations in a row" if delay.num > 1 else "the last generation"
         log.warning(
-            "the ranks of %s did not connect in %d generations in a row; rank %d requests the next one in %g s (%s)",
-            *(delay.hosts, delay.num, self.local_rank, delay.delay_s, delay.error),
+            "the ranks of %s did not connect in %s; rank %d requests the next one in %g s (%s)",
+            *(delay.hosts, times, self.local_rank, delay.delay_s, delay.error),
         )
         ends_at = time.monotonic() + delay.delay_s
         while not (self.drain.requested or self._link.is_job_over) and (left := ends_at - time.monotonic()) > 0:
@@ -309,6 +317,7 @@ class ElasticRendezvous:
                 raise PeerLostError(self._aborted.reason)
             self._connect(generation)
         except GangError as error:
+            self._connecting_s = time.monotonic() - self._phases["resolved"]
             generation.fail(error)
             self._groups.prepare()
             raise

@@ -18,7 +18,8 @@ from elasticgang.protocol.values import value
 class Observed(NamedTuple):
     """What other threads and processes have told this rank by now. `error`: what ended the present generation;
     `joining`: the newest generation that somebody waits to join; `draining`: this rank is asked to leave, `by_signal`
-    or by its script; `num_successors`: as in `MemberState.ballot`."""
+    or by its script; `num_successors`: as in `MemberState.ballot`; `connecting_s`: how long the last try to connect a
+    generation took that was not connected."""
 
     error: GangError | None = None
     joining: int = 0
@@ -26,6 +27,7 @@ class Observed(NamedTuple):
     by_signal: bool = False
     is_job_over: bool = False
     num_successors: int = 0
+    connecting_s: float = 0.0
 
 
 @value(frozen=True)

@@ -35,8 +35,9 @@ MANAGER-16  A number that stands for the names of the script's numbers is summed
     every rank finds that before it prepares, and raises an error.
 MANAGER-17  A generation whose groups are not connected counts as a lost attempt at the step. `MAX_LOST_STEPS` in a row
     without a committed step end this rank with an error, and `MAX_NOT_ENTERED` if it has no state: a joiner that cannot
-    connect stops the others no longer than that. After `_NUM_AT_ONCE` it waits before each request, so that an
-    interruption of the network does not use them up.
+    connect stops the others no longer than that. After `_NUM_AT_ONCE` it waits before each request, and says so: an
+    interruption of the network does not use them up. For both, one that took `LATE_S` counts as `_NUM_AT_ONCE`: over a
+    path that drops what is sent each takes a minute, and 20 of them would stop the others for 20 minutes.
 MANAGER-18  A rank without state, whose peers hold a later step than its script's last one, ends with an error, and does
     not end their generation.
 MANAGER-19  If an exception leaves a step that is not committed, and the script goes on, the generation ends: the other
@@ -72,6 +73,7 @@ from elasticgang.protocol.record import SPARE, CheckpointRef, Record, Seat
 MAX_LOST_STEPS = 100
 MAX_NOT_ENTERED = 20
 MAX_DELAY_S = 5.0
+LATE_S = 5.0
 _NUM_AT_ONCE = 5
 _NUM_SHOWN = 4  # hosts, in a message
 _NUM_NAMES = 2  # numbers behind the script's, by which ranks see that they have the same names
@@ -119,6 +121,7 @@ class MemberLifecycle:
         self._num_lost = 0  # steps, in a row
         self._left: int | None = None  # the step that an exception has left (MANAGER-19)
         self._num_not_entered = 0  # generations since the last commit that were not connected
+        self._num_late = 0  # of these, those that took `LATE_S`
         self._num_received = 0  # of a heal that has not ended
         self._num_steps = 0
         self._regroups = True
@@ -159,9 +162,14 @@ class MemberLifecycle:
     @property
     def _gives_up(self) -> bool:
         """MANAGER-17."""
-        if self.state.tip is None and self._num_not_entered >= self.max_not_entered:
+        if self.state.tip is None and self._num_quick >= self.max_not_entered:
             return True
         return self._num_lost + self._num_not_entered >= self.max_lost_steps
+
+    @property
+    def _num_quick(self) -> int:
+        """As many quick generations as those that were not connected (MANAGER-17)."""
+        return self._num_not_entered + (_NUM_AT_ONCE - 1) * self._num_late
 
     @property
     def _loads(self) -> bool:
@@ -374,7 +382,7 @@ class MemberLifecycle:
         is_passed = state.committed.step >= step.attempt.step
         self._num_lost = 0 if is_passed else self._num_lost + (not heals_on)
         if is_passed:
-            self._num_not_entered = 0
+            self._num_not_entered = self._num_late = 0
         return drops_error
 
     def _reduce(
@@ -490,8 +498,8 @@ class MemberLifecycle:
         state, error = self.state, self.observed.error
         self._regroups = True  # until it has entered
         yield Do.LEAVE_GENERATION  # MANAGER-9
-        if self._num_not_entered >= _NUM_AT_ONCE:  # MANAGER-17
-            delay_s = min(2.0 ** (self._num_not_entered - _NUM_AT_ONCE), MAX_DELAY_S)
+        if self._num_quick >= _NUM_AT_ONCE:  # MANAGER-17
+            delay_s = min(2.0 ** (self._num_quick - _NUM_AT_ONCE), MAX_DELAY_S)
             yield do.Delay(delay_s, self._num_not_entered, _hosts(state), error)
         checkpoint = yield Do.FIND_CHECKPOINT
         report = state.report(self._local_rank, self._address, self.observed.draining)
@@ -515,6 +523,7 @@ class MemberLifecycle:
                     if device_fault(failure) is not None:  # MANAGER-13
                         raise
                     self._num_not_entered += 1
+                    self._num_late += self.observed.connecting_s >= LATE_S
                 return
             yield from self._keep_former(record)
             yield do.ReportSpare(record)

@@ -97,6 +97,15 @@ class Network:
     def reconnect(self, host: str) -> None:
         _ip("-n", self._mark, "link", "set", f"to-{host}", "up")
 
+    def drop(self, host: str, other: str) -> None:
+        """What `host` sends to `other` is dropped from now on, as by a firewall; nobody is told."""
+        nowhere = ["lladdr", "02:00:00:00:00:01", "nud", "permanent"]
+        _ip("-n", self._name(host), "neighbor", "replace", self.addresses[other], "dev", "eth0", *nowhere)
+
+    def pass_on(self, host: str, other: str) -> None:
+        """No more."""
+        _ip("-n", self._name(host), "neighbor", "delete", self.addresses[other], "dev", "eth0")
+
     def move(self, host: str) -> None:
         """It has an address of its own still, but another one: `addresses` knows."""
         there = ["-n", self._name(host), "address"]

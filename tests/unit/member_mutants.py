@@ -134,6 +134,10 @@ MEMBER_MUTANTS = {
         ((member_lifecycle, "_NUM_AT_ONCE", math.inf),),
         test_member_lifecycle.test_it_waits_before_it_requests_after_some_generations_that_were_not_connected,
     ),
+    "a generation that takes long to be not connected counts as a quick one": UnitMutant(
+        ((member_lifecycle, "LATE_S", math.inf),),
+        test_member_lifecycle.test_generations_that_take_long_to_be_not_connected_count_for_several,
+    ),
     "a checkpoint is not loaded": UnitMutant(
         ((MemberLifecycle, "_loads", False),),
         test_member_checkpoints.test_a_rank_loads_the_checkpoint_before_its_first_step,

@@ -47,6 +47,7 @@ class Driver:
     lifecycle: MemberLifecycle = field(default_factory=lambda: MemberLifecycle("a0", 0, "a0:1"))
     records: list[Record | None] = field(default_factory=list)
     done: list[Instruction] = field(default_factory=list)
+    connecting_s: float = 0.0
 
     @property
     def names(self) -> list[str]:
@@ -68,7 +69,7 @@ class Driver:
             name += gang if name in ("StartSum", "AWAIT_SUMS") else ""
             outcome = given.get(name)
             if isinstance(outcome, GangError):
-                self.lifecycle.observed = Observed(error=outcome)
+                self.lifecycle.observed = Observed(error=outcome, connecting_s=self.connecting_s)
                 resume = partial(routine.throw, outcome)
                 continue
             if isinstance(outcome, Exception):
@@ -478,6 +479,19 @@ def test_a_rank_without_state_gives_up_sooner_on_generations_that_are_not_connec
     for generation in (1, 2):
         assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
         fail_to_enter(driver, generation, LEARNER, Attempt(3, 1))
+    assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
+
+
+# MANAGER-17
+def test_generations_that_take_long_to_be_not_connected_count_for_several() -> None:
+    """As over a path on which a firewall drops what is sent."""
+    driver, delays = Driver(), []
+    for generation, driver.connecting_s in enumerate((0.1, 65.0, 65.0, 65.0, 0.1, 0.1, 0.1), 1):
+        assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
+        fail_to_enter(driver, generation, LEARNER, Attempt(3, 1))
+        delays.append([(each.num, each.delay_s) for each in driver.done if isinstance(each, do.Delay)])
+    assert delays == [[], [], [(2, 2.0)], [(3, 5.0)], [(4, 5.0)], [(5, 5.0)], [(6, 5.0)]]
+    fail_to_enter(driver, 8, LEARNER, Attempt(3, 1))
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
 
 
