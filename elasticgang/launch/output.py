@@ -69,6 +69,10 @@ class PrefixedOutput:
         dropped."""
         self._stderr.write_line(line)
 
+    def print_line(self, line: str) -> None:
+        """As `write_line`, to stdout."""
+        self._stdout.write_line(line)
+
     def close(self) -> None:
         """Write the rest of the pipes and stop. Output that cannot be written within `_CLOSE_TIMEOUT_S` is dropped."""
         for stream in (self._stdout, self._stderr):

@@ -169,9 +169,9 @@ def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
             await serving
 
     def listening(address: str) -> None:
-        print(f"coordinator listening on {address}", flush=True)
+        output.print_line(f"coordinator listening on {address}")
 
-    output = PrefixedOutput()  # a blocked reader of the log blocks no heartbeat
+    output = PrefixedOutput()  # a blocked reader of the log blocks no heartbeat, nor does a full disk end the process
 
     def log(line: str) -> None:
         output.write_line(f"coordinator: {line}")

@@ -20,7 +20,7 @@ import pytest
 
 from tests.chaos.training_scripts import script, training
 from tests.preloaded import PreloadedProcess
-from tests.support import PROMPT_S, REPOSITORY, Command, Job, environment, wait_until
+from tests.support import PROMPT_S, REPOSITORY, Command, Job, environment, reserved_port, wait_until
 
 AT_ONCE_S = 1.0  # as the issue promises for what was left by a killed agent
 ENDED_S = 2.0  # and for Ctrl-C
@@ -441,6 +441,18 @@ def test_a_coordinator_of_its_own_ends_by_a_signal(tmp_path: Path) -> None:
         coordinator.process.send_signal(signal.SIGTERM)
         assert coordinator.wait(10.0) == 0
         coordinator.assert_nothing_left()
+
+
+# OUTPUT-2
+def test_a_coordinator_leads_jobs_although_nothing_that_it_prints_can_be_written(tmp_path: Path) -> None:
+    with reserved_port() as port, open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "elasticgang", "coordinator", "--port", str(port)]
+        with Command(tmp_path, command, stdout=full.fileno()) as coordinator:
+            options = ["--connect-timeout", "60", "--coordinator", f"127.0.0.1:{port}"]
+            with Job(tmp_path / "job", training(tmp_path, steps=3), options=options) as job:
+                assert job.wait() == 0, job.stderr
+            coordinator.process.send_signal(signal.SIGTERM)
+            assert coordinator.wait(10.0) == 0
 
 
 # -- what it prints
