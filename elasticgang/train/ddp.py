@@ -12,7 +12,8 @@ DDP-5  The buckets lie in memory that the comm process shares, from their constr
 DDP-6  Only a forward inside `accumulate` prepares torch's reducer. It would stay prepared after any other one, and the
     backward of the first slot would then reduce.
 DDP-7  Nothing changes a gradient whose reduction has begun: the sum over the ranks would lack what is added, and the
-    ranks would differ. Backward then raises, or `accumulate` does. The version of a bucket counts the changes.
+    ranks would differ. Backward then raises, or `accumulate` does. The version of a bucket counts the changes, and that
+    of a gradient where the last backward has not filled its bucket: the reduction begins with the vote there.
 DDP-8  A gradient that no rank has is None, and no optimizer changes its parameter. The totals tell whether any rank
     has all gradients. Only if none has, the ranks sum for each parameter how many of them have its gradient. The sums
     of slots count that themselves (SUM-3).
@@ -168,6 +169,7 @@ class DistributedDataParallel(nn.Module):
         self._reduced: list[_Reduced] = []  # one entry for each bucket
         self._num_started = 0  # of them
         self._own: list[Tensor | None] = []  # this rank's gradients, as of `finish`
+        self._waiting: list[tuple[Tensor, Tensor, int]] = []  # gradients whose reduction is to come (DDP-7)
         self._accumulates = False
         self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
         self._has_warned = False
@@ -239,6 +241,9 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._accumulates = False
         self._check_late()
+        if last:
+            waiting = (each for bucket in self._parameters_of[len(self._reduced) :] for each in bucket)
+            self._waiting = [(each, grad, grad._version) for each in waiting if (grad := each.grad) is not None]
 
     def _hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         """DDP-3, DDP-4."""
@@ -289,10 +294,13 @@ class DistributedDataParallel(nn.Module):
         """DDP-7. Raises InvalidOperationError."""
         if any(each.buffer._version != each.version for each in self._reduced):
             raise _late()
+        if any(each.grad is not grad or grad._version != version for each, grad, version in self._waiting):
+            raise _late()
 
     def contribute(self) -> None:
         self._trainable.check()
         self._check_late()
+        self._waiting = []
         if len(self._reduced) == len(self._parameters_of):
             self._start_in_turn()
             return
@@ -347,7 +355,7 @@ class DistributedDataParallel(nn.Module):
                     parameter.grad = None
 
     def _forget(self) -> None:
-        self._pending, self._reduced, self._num_started = [], [], 0
+        self._pending, self._reduced, self._num_started, self._waiting = [], [], 0, []
         self._is_under_way = False
 
     def drop(self, *, rebuild: bool) -> None:

@@ -718,3 +718,30 @@ def test_an_embedding_with_sparse_gradients_is_refused_unless_it_is_frozen(kind:
         eg.DistributedDataParallel(manager, model)
     model[0].requires_grad_(False)
     eg.DistributedDataParallel(manager, model)
+
+
+# DDP-7
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"keep": True, "find_unused_parameters": True}]
+)
+def test_a_change_of_gradients_is_refused_where_the_last_backward_left_some_out(options: dict[str, Any]) -> None:
+    """Their reduction is to come: ranks would sum what each has clipped by its own norm."""
+    manager = eg.join()
+    ddp = eg.DistributedDataParallel(manager, Crossed(uses_all=False), **options)
+    optim = eg.Optimizer(manager, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    manager.register_state(model=ddp, optim=optim)
+    batches = eg.GlobalBatch(4, size=4, slot=2)
+
+    def train() -> None:
+        for step in manager.steps(3):
+            with step:
+                for slot in batches.slots(step):
+                    with ddp.accumulate(last=slot.last):
+                        ddp(torch.ones(2, 300)).sum().backward()
+                if step.index == 2:
+                    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+                assert optim.step(weight=4.0)
+
+    with pytest.raises(eg.InvalidOperationError, match="has begun to reduce the gradients"):
+        train()
+    assert manager.committed_steps == 2
