@@ -82,7 +82,7 @@ class Buffers:
             own = self._present.get(name)
             if own is not None and _is_alike(value, own):
                 part = local(own)
-                _once(part, part).copy_(_once(local(value), part))
+                once(part, part).copy_(once(local(value), part))
             else:
                 self._replace(name, value.detach(), values.keys())
 
@@ -130,7 +130,7 @@ def _is_alike(value: Tensor, own: Tensor) -> bool:
     return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
-def _once(tensor: Tensor, like: Tensor) -> Tensor:
+def once(tensor: Tensor, like: Tensor) -> Tensor:
     """`tensor` without the dimensions in which `like` is expanded: torch copies into no tensor that repeats memory."""
     for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
         if size > 1 and stride == 0:

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from elasticgang.errors import WireError
 from elasticgang.protocol.form import Form, Item
 from elasticgang.state import memory_reserve, staging, transport
-from elasticgang.state.buffers import Buffers, HeldBuffers
+from elasticgang.state.buffers import Buffers, HeldBuffers, once
 from elasticgang.state.dtensor import Part, like, local, locally, placed_like
 from elasticgang.state.memory_reserve import MemoryReserve
 from elasticgang.state.optimizer_settings import (
@@ -353,6 +353,7 @@ class RegisteredState:
             mine = found.get(number)
             fits = mine is not None and (list(mine.shape), mine.dtype) == (shape, dtype)
             fits = fits and mine is not None and not (mine.is_conj() or mine.is_neg())  # its bytes are other values
+            fits = fits and mine is not None and once(mine, mine) is mine  # an expanded one repeats its memory
             if in_place and fits and mine is not None and taken.add(mine):
                 targets.append(mine)
             elif former:
@@ -499,8 +500,9 @@ class RegisteredState:
             for name, parameters in large["parameters"].items():
                 present = self._parameters[name]
                 for key, value in parameters.items():
-                    if not is_same_memory(value, local(present[key])):  # received in place
-                        writer.copy(local(present[key]), value)
+                    own = local(present[key])
+                    if not is_same_memory(value, own):  # received in place
+                        writer.copy(once(own, own), once(value, own))
         for name, state in large["optimizers"].items():
             optimizer = self._optimizers[name]
             placed = _placed(with_settings(state, settings.get(name, ())), optimizer, writer)

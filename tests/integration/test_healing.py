@@ -384,6 +384,19 @@ def test_what_an_optimizer_keeps_of_a_parameter_may_be_a_bare_tensor(ranks: Rank
             assert same(healer.large(), source.large())
 
 
+def test_a_parameter_that_is_expanded_is_healed(ranks: Ranks) -> None:
+    source, healer = ranks(0), ranks(0)
+    for rank, value in ((source, 2.0), (healer, 1.0)):
+        rank.model.table = nn.Parameter(torch.full((1, 3), value).expand(4, 3), requires_grad=False)
+        rank.server.unregister(["model"])
+        rank.server.register(model=rank.model)
+    for attempt in (AT, FIRST):
+        source.server.begin(attempt)
+        assert healer.server.heal([source.server.address], attempt)
+        table = healer.model.get_parameter("table")
+        assert (table.tolist(), table.stride()) == ([[2.0] * 3] * 4, (0, 1))
+
+
 def test_conjugated_tensors_are_healed(ranks: Ranks) -> None:
     """torch conjugates them when they are read: the bytes in their memory are others."""
     source, healer = ranks(0), ranks(0)
