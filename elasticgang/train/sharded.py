@@ -16,6 +16,9 @@ SHARDED-6  With each step, also a committed one, `fully_shard` forgets a forward
     before the update, or before the heal. The gradients of a committed step stay for its optimizer.
 SHARDED-7  With `reduction="reproducible"` or `keep`, `fully_shard` reduces the gradients of each slot by themselves.
     Otherwise it would add those of several slots in an order of its own, or a slot would count as kept without them.
+SHARDED-8  Nothing changes a gradient between the last backward and the vote: each replica group would clip its own sum
+    by its own norm. Some elements of two gradients are compared, because the versions of DTensors do not count the
+    changes of torch's foreach functions. `finish` waits for the device anyway.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ from elasticgang.train.slot_gradients import check_reduction
 from elasticgang.train.slot_sum import counts_of
 from elasticgang.train.trainable import Trainable
 from elasticgang.train.tree_reduce_scatter import TreeReduceScatter, check_is_sharded, check_layouts, install
+
+_NUM_SAMPLED = 64  # elements
 
 
 class ShardedDataParallel(nn.Module):
@@ -82,6 +87,8 @@ class ShardedDataParallel(nn.Module):
         self._sums: list[tuple[Tensor, list[nn.Parameter], Work]] = []
         self._buckets: dict[torch.dtype, Tensor] = {}  # DDP-5
         self._has_contributed = False
+        self._sample: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # SHARDED-8: gradients, and some of their bytes
+        self._changed: list[Tensor] = []  # whether they have changed since
         groups = list(self._by_dtype.values())
         self._of_slots = slot_gradients(manager, "rdp", module, groups, reduction, keep=keep)
         for part in self._fsdp_modules():
@@ -104,19 +111,32 @@ class ShardedDataParallel(nn.Module):
                 dtype than that of the parameters, or if `sdp` is greater than 1 and it reduces a parameter's gradient
                 twice in a slot. With "reproducible" or `keep`, the end of the context raises it if `fully_shard` has
                 not reduced the slot's gradients, because of `set_requires_gradient_sync(False)`. Or a parameter
-                requires gradients that did not when the module was wrapped. `optim.step` raises it for both.
+                requires gradients that did not when the module was wrapped. `optim.step` raises it for both, and if
+                the gradients were changed since the last backward.
         """
         step = self._manager.step
         step.check()
         self._trainable.check()
         if self._of_slots is not None:
             self._of_slots.enter_slot()
+        self._sample = []
         if self._slot is None or self._slot[0] is not step or self._slot[1] != step.slot:
             self._slot = step, step.slot
             for scatter in self._scatters:
                 scatter.begin_slot()
         yield
         self._check_reduced()
+        if last:
+            self._take_sample()
+
+    def _take_sample(self) -> None:
+        """SHARDED-8. The last backward has ended."""
+        self._sample = []
+        for parameters in (self._trainable.parameters, reversed(self._trainable.parameters)):
+            for each in parameters:
+                if each.grad is not None and (found := _some_bytes(each.grad)).numel():
+                    self._sample.append((each, each.grad, found.clone()))
+                    break
 
     def _check_reduced(self) -> None:
         """SHARDED-7. Raises InvalidOperationError."""
@@ -141,6 +161,9 @@ class ShardedDataParallel(nn.Module):
         self._trainable.check()
         self._check_reduced()
         self._has_contributed = True
+        same = [each for each in self._sample if each[0].grad is each[1]]  # not one that is laid out anew (SHARDED-3)
+        self._changed = [(_some_bytes(grad) != bytes_then).any() for _, grad, bytes_then in same]
+        self._sample = []
         for index, (dtype, parameters) in enumerate(self._by_dtype.items()):
             if self._of_slots is not None:
                 self._of_slots.reduce(index, [local_gradient(each) for each in parameters])  # SHARDED-3
@@ -184,6 +207,12 @@ class ShardedDataParallel(nn.Module):
                 parameter.grad = like(part.view(local(parameter).shape), parameter) if count else None
         self._sums, self._has_contributed = [], False
         self._forget_iteration()
+        changed, self._changed = self._changed, []
+        if any(map(bool, changed)):
+            raise InvalidOperationError(
+                "the gradients were changed between the last backward and `optim.step`, which has yet to sum them over "
+                "the replica groups: to clip them, give `optim.step` a `max_norm`."
+            )
 
     def _forget_iteration(self) -> None:
         """SHARDED-5, SHARDED-6."""
@@ -195,7 +224,7 @@ class ShardedDataParallel(nn.Module):
             work.wait()
         if self._of_slots is not None:
             self._of_slots.drop()
-        self._sums, self._has_contributed = [], False
+        self._sums, self._has_contributed, self._sample, self._changed = [], False, [], []
         for parameter in self._parameters_in_order:
             parameter.grad = None
         self._forget_iteration()
@@ -203,7 +232,7 @@ class ShardedDataParallel(nn.Module):
     def close(self) -> None:
         if self._of_slots is not None:
             self._of_slots.close()
-        self._sums, self._parameters_in_order, self._slot = [], [], None
+        self._sums, self._parameters_in_order, self._slot, self._sample = [], [], None, []
         self._buckets.clear()
 
     def _fsdp_modules(self) -> list[FSDPModule]:
@@ -214,6 +243,14 @@ class ShardedDataParallel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
+
+
+def _some_bytes(gradient: Tensor) -> Tensor:
+    """Of the first elements of this rank's part of a dense gradient."""
+    part = local(gradient)
+    if part.is_sparse or not part.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return part.reshape(-1)[:_NUM_SAMPLED].resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
 def _part(gradient: Tensor | None, parameter: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -745,3 +746,35 @@ def test_a_change_of_gradients_is_refused_where_the_last_backward_left_some_out(
     with pytest.raises(eg.InvalidOperationError, match="has begun to reduce the gradients"):
         train()
     assert manager.committed_steps == 2
+
+
+# SHARDED-8
+@pytest.mark.parametrize("options", [{}, {"reduction": "reproducible"}, {"keep": True}], ids=str)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_change_of_a_sharded_modules_gradients_before_the_vote_is_refused(
+    options: dict[str, Any], foreach: bool
+) -> None:
+    manager = eg.join()
+    model = eg.ShardedDataParallel(manager, nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), **options)
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.register_state(model=model, optim=optim)
+    batches = eg.GlobalBatch(4, size=4, slot=2)
+
+    def train() -> None:
+        for step in manager.steps(4):
+            with step:
+                factor = math.nan if step.index == 1 else 1.0  # that is no change
+                for slot in batches.slots(step):
+                    with model.accumulate(last=slot.last):
+                        (model(torch.ones(2, 2)) * factor).sum().backward()
+                if step.index == 2:
+                    for parameter in model.parameters():
+                        parameter.grad = None  # nor is this: a gradient that is left out
+                if step.index == 3:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=foreach)
+                assert optim.step(weight=4.0)
+
+    told = "gradients were changed between the last backward and `optim.step`, which has yet to sum them"
+    with pytest.raises(eg.InvalidOperationError, match=told):
+        train()
+    assert manager.committed_steps == 3
