@@ -33,5 +33,11 @@ def stripes(sources: Sequence[str], here: str) -> tuple[list[str], int]:
     return striped + last, len(striped)
 
 
+def main_first(source: str) -> list[str]:
+    """The addresses of `source` (a text), in the order in which to ask them for little: the ranks must reach each other
+    on the main network anyway, and an interface that is down would cost the time limit of a path."""
+    return source.split(",")
+
+
 def host_of(text: str) -> str:
     return text.split(",")[0].rpartition(":")[0]

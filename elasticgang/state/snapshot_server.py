@@ -175,8 +175,7 @@ class SnapshotServer:
     def fetch_form(self, source: str, part: Sequence[int], own: Form, cancelled: Callable[[], bool]) -> Form | None:
         """The form that the peer at `source` has for `part` of the model, once it has that, or `own` if they are alike.
         None: it does not answer, or `cancelled`."""
-        addresses, _ = heal_addresses.stripes([source], self.address)
-        return self._forms.fetch(addresses, "state", part, own, cancelled, is_patient=True)
+        return self._forms.fetch(heal_addresses.main_first(source), "state", part, own, cancelled, is_patient=True)
 
     def announce_settings(self, attempt: Attempt, settings: Callable[[], Form]) -> None:
         """Answer peers that ask for the settings with which this rank is about to apply `attempt`, until
@@ -190,8 +189,9 @@ class SnapshotServer:
     def fetch_settings(self, source: str, attempt: Attempt, own: Form, cancelled: Callable[[], bool]) -> Form | None:
         """The settings with which the peer at `source` is about to apply `attempt`, or `own` if they are alike. None:
         it does not say that within a time limit, does not answer, or `cancelled`."""
-        addresses, _ = heal_addresses.stripes([source], self.address)
-        return self._forms.fetch(addresses, "settings", attempt, own, cancelled, is_patient=False)
+        return self._forms.fetch(
+            heal_addresses.main_first(source), "settings", attempt, own, cancelled, is_patient=False
+        )
 
     def release_memory(self) -> None:
         """RESERVE-2."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticgang.state.heal_addresses import host_of, stripes, to_text
+from elasticgang.state.heal_addresses import host_of, main_first, stripes, to_text
 
 A = "10.0.0.1:1,10.1.0.1:2,10.2.0.1:3"
 B = "10.0.0.2:1,10.1.0.2:2"
@@ -39,3 +39,7 @@ def test_an_address_is_written_as_it_is_read() -> None:
     assert to_text("10.0.0.1:1", ["10.1.0.1:2", "10.2.0.1:3"]) == A
     assert to_text("10.0.0.3:1", []) == C
     assert [host_of(text) for text in (A, C, "")] == ["10.0.0.1", "10.0.0.3", ""]
+
+
+def test_little_is_asked_on_the_main_network_first() -> None:
+    assert main_first(to_text("10.0.0.2:7", ["10.1.0.2:8"])) == ["10.0.0.2:7", "10.1.0.2:8"]
