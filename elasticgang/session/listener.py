@@ -147,12 +147,15 @@ class Listener:
         self._pending[connection] = loop.time()
         task = loop.create_task(loop.connect_accepted_socket(lambda: connection, accepted))
         self._accepted.add(task)
-        task.add_done_callback(lambda done: self._handed_over(connection, done))
+        task.add_done_callback(lambda done: self._handed_over(connection, accepted, done))
 
-    def _handed_over(self, connection: Connection, task: asyncio.Task[object]) -> None:
+    def _handed_over(self, connection: Connection, accepted: socket.socket, task: asyncio.Task[object]) -> None:
         self._accepted.discard(task)
-        if not task.cancelled() and (failure := task.exception()) is not None:
+        if task.cancelled():  # maybe before its first step: no transport owns the socket then
+            accepted.close()
+        elif (failure := task.exception()) is not None:
             connection.abort(str(failure))
+            accepted.close()
 
     def _make_room(self, now_s: float) -> float:
         """Returns how long to wait before the oldest connection may be ended, 0 if there is room."""
