@@ -17,7 +17,7 @@ DEADLINE_S = 120
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)  # processes import torch, on whatever the machine has left
 
 REFUSED_BY_TORCH = {
-    "BF16_COMPRESS": "required CUDA",  # by its name; the hook itself works
+    "BF16_COMPRESS": "required CUDA",  # by its name, and by builds without CUDA alone; the hook itself works
     "QUANTIZE_PER_CHANNEL": "callback",  # takes NCCL's form of an all-gather's future, one stacked tensor
     "batched power SGD from the start": "AssertionError",  # torch 2.13 hands a matrix to what takes batches of them
     "optimizer in backward": "accelerator",  # makes a `torch.Stream`, which the CPU has none of
@@ -56,7 +56,7 @@ def found() -> Found:
 def test_a_hook_trains_as_over_gloo(hook: str, kind: str, found: Found) -> None:
     for rank in found:
         gloo, ours = rank["gloo"][hook], rank[kind][hook]
-        if hook in REFUSED_BY_TORCH:
+        if hook in REFUSED_BY_TORCH and (hook != "BF16_COMPRESS" or isinstance(gloo, str)):
             assert REFUSED_BY_TORCH[hook] in gloo
             assert REFUSED_BY_TORCH[hook] in ours
         elif hook in REFUSED_BY_GLOO:
