@@ -343,19 +343,17 @@ class RegisteredState:
                 _check_alike(f"parameter {key!r} of {name!r}", offer, found[slot.number])
         if set(offered["optimizers"]) != set(own["optimizers"]):
             raise WireError(f"its optimizers are {sorted(offered['optimizers'])}, not {sorted(own['optimizers'])}")
+        theirs, mine = _owned(offered), _owned(own)
         for name, state in offered["optimizers"].items():
             check_groups(name, state["param_groups"], self._optimizers[name])
-            _check_order(name, _owned(offered, name), _owned(own, name))
+            _check_order(name, theirs[name], mine[name])
         devices = self._devices_of(offered["optimizers"], kinds) if in_place else {}
         taken = _Intervals()
         targets = []
         for number, (shape, dtype) in enumerate(kinds):
-            mine = found.get(number)
-            fits = mine is not None and (list(mine.shape), mine.dtype) == (shape, dtype)
-            fits = fits and mine is not None and not (mine.is_conj() or mine.is_neg())  # its bytes are other values
-            fits = fits and mine is not None and once(mine, mine) is mine  # an expanded one repeats its memory
-            if in_place and fits and mine is not None and taken.add(mine):
-                targets.append(mine)
+            present = found.get(number)
+            if in_place and present is not None and _fits(present, shape, dtype) and taken.add(present):
+                targets.append(present)
             elif former:
                 targets.append(former[number])
             elif number in devices:
@@ -666,10 +664,13 @@ def _check_names(module: str, own: dict[str, Any], offered: dict[str, Any]) -> N
             )
 
 
-def _owned(large: dict[str, Any], optimizer: str) -> list[str]:
-    """What the parameters of an optimizer are called, in its order."""
+def _owned(large: dict[str, Any]) -> dict[str, list[str]]:
+    """What the parameters of each optimizer are called, in its order."""
     names = [f"{key!r} of {module!r}" for module, of_module in large["parameters"].items() for key in of_module]
-    return [names[number] if number >= 0 else "in no module" for number in large["owned"][optimizer]]
+    return {
+        optimizer: [names[number] if number >= 0 else "in no module" for number in numbers]
+        for optimizer, numbers in large["owned"].items()
+    }
 
 
 def _check_order(optimizer: str, offered: list[str], own: list[str]) -> None:
@@ -686,6 +687,14 @@ def _check_alike(what: str, offered: Tensor, own: Tensor) -> None:
     if (offered.shape, offered.dtype) != (own.shape, own.dtype):
         theirs, mine = (f"{list(each.shape)} of {str(each.dtype)[6:]}" for each in (offered, own))
         raise WireError(f"the {what} is {theirs} at the source, and {mine} here")
+
+
+def _fits(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether bytes of that shape and dtype can be received into the memory of `tensor`."""
+    if (list(tensor.shape), tensor.dtype) != (shape, dtype):
+        return False
+    has_other_bytes = tensor.is_conj() or tensor.is_neg()  # than those of its values
+    return not has_other_bytes and once(tensor, tensor) is tensor  # an expanded one repeats its memory
 
 
 def _versions(parameters: Collection[Tensor]) -> list[int]:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticgang.errors import OperationalError
 from elasticgang.process.priority import give_way
+from elasticgang.process.stop_signals import STOP_SIGNALS
 from elasticgang.watch.history import History
 from elasticgang.watch.reader import JobReader
 from elasticgang.watch.registry import EVENTS
@@ -228,7 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main(log_dir: str, options: str) -> None:
     """`options`: JSON, see `serving.serve`; "listeners": the descriptors of listening sockets by what they serve."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # SERVER-1
     given = json.loads(options)
     traces, add_scalars = _traces() if given["traces"] else None, _scalars(given["scalars"])
