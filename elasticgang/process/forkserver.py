@@ -275,7 +275,6 @@ def _lay_out(preload: Sequence[str]) -> object:
         huge_pages.collapse()  # FORK-5: such a function may have forked
     plan = code_layout.plan(called)
     del called, calls
-    gc.collect()
     return fill_free_blocks(), code_layout.move(plan)
 
 
