@@ -32,6 +32,7 @@ from elasticgang.agent.gpu_monitor import GpuMonitor
 from elasticgang.agent.hang_monitor import HangMonitor
 from elasticgang.agent.hang_response import HangResponse
 from elasticgang.agent.job import Events, Job, Output
+from elasticgang.agent.left_files import LeftFiles
 from elasticgang.agent.number_log import NumberLog
 from elasticgang.agent.process_supervisor import ProcessSupervisor
 from elasticgang.agent.rank_events import RankEvents
@@ -116,6 +117,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._coordinator: EmbeddedCoordinator | None = None  # None: the job uses one that the user runs
         self._lease = Lease.create()
+        self._left_files = LeftFiles()
         self._tls_watch: TlsWatch | None = None
         self._control: ControlPlane | None = None
         self._hang_monitor = HangMonitor(job.hang_timeout)
@@ -138,6 +140,7 @@ class Agent:
         raise_priority()
         self._tls_watch = watch_tls(self._job.credentials.tls, self._on_tls_looked)
         self._supervisor.open()  # it imports torch while the agent connects
+        self._left_files.open()
         self._gpus.start()
         try:
             return await self._serve()
@@ -257,6 +260,7 @@ class Agent:
         if self._coordinator is not None:
             self._coordinator.close()
         await self._supervisor.close()
+        self._left_files.close()
         if self._control is not None:
             await self._close_control()
 
@@ -452,6 +456,7 @@ class Agent:
                 "process_group": self._job.process_group,
                 "credentials": self._job.credentials.to_json(),
                 "optimizer_bytes": self._ranks.optimizer_bytes,
+                "left_files": self._left_files.path,
             },
             env={
                 environment.JOB_ID: self._job.job_id,
@@ -476,6 +481,7 @@ class Agent:
         device = self._lifecycle.device_of(rank.local_rank)
         if device is not None and self._job.devices:
             self._device_memory.left(device, rank.pid)
+        self._loop.run_in_executor(None, self._left_files.remove, rank.pid)  # a disk may not answer
         self._rank_events.on_exit(rank, died_at)
 
     async def _watch_ranks(self) -> None:

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
@@ -33,6 +34,7 @@ log = logging.getLogger("elasticgang")
 _MAX_TRACEBACK = 1 << 16
 _MAX_ERROR = 200
 _HOLD_S = 1.0
+_MAX_PATH = 80  # the path of a socket may have 107 bytes, and each of these has a name of 18
 _NUMPY_WORDS = 624  # of the state of its generator
 _SHARED = frozenset({status_page.FILE_NAME, lease_module.FILE_NAME, sum_block.FILE_NAME})
 
@@ -71,6 +73,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     watch_tls(credentials.tls, lambda news: log.debug("%s", news.text))  # the agent tells the same of the same files
     drain.install()
     _seed_numpy()
+    _use_directory(args.get("left_files", ""))
     return _end(_run(args["command"], notices))
 
 
@@ -80,6 +83,15 @@ def _seed_numpy() -> None:
     if (generator := sys.modules.get("numpy.random")) is not None:
         words = array.array("I", os.urandom(4 * _NUMPY_WORDS))
         generator.set_state(("MT19937", words, _NUMPY_WORDS))
+
+
+def _use_directory(path: str) -> None:
+    """LEFT-1. Of the agent, "" for none: for the sockets of `multiprocessing`, in its children too."""
+    own = os.path.join(path, str(os.getpid()))
+    if path and len(own) <= _MAX_PATH:
+        with contextlib.suppress(OSError):
+            os.mkdir(own, 0o700)
+            multiprocessing.current_process()._config["tempdir"] = own  # type: ignore[attr-defined]
 
 
 def _run(command: dict[str, Any], notices: socket.socket) -> int:

@@ -31,7 +31,7 @@ from tests.integration.programs.catalog import Values, mlp, parameters, program,
 
 def _directory() -> Path:
     """One for all ranks."""
-    found = [tempfile.mkdtemp(dir=os.environ.get("TMPDIR")) if dist.get_rank() == 0 else None]
+    found = [tempfile.mkdtemp(dir=os.environ.get("ELASTICGANG_RUN_DIR")) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     assert found[0] is not None
     return Path(found[0])
