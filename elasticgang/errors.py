@@ -111,8 +111,9 @@ class CheckpointError(ElasticGangError, ValueError):
 
 class MismatchError(ElasticGangError):
     """This rank makes other training state than the ranks that hold the job's, or sets other learning rates or the
-    like: its script, its arguments or its environment differ, or a schedule is not registered. It has voted on no step
-    with them. The agent does not restart a rank that came to a running job, and the others go on."""
+    like, or takes other samples: its script, its arguments or its environment differ, or a schedule is not registered.
+    Nothing that differs has gone into a step. The agent does not restart a rank that came to a running job, and the
+    others go on."""
 
 
 class WireError(ElasticGangError):

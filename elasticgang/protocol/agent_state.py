@@ -28,8 +28,8 @@ AGENT-11  If the job's state is lost while members run that have left their loop
 AGENT-12  A rank that comes to a job which has committed a step, and differs from the others, is refused: it is not
     restarted, because its script or its environment would have to change, and the others go on without it. It differs
     if it requests with another layout, number of steps or process group, or raises that its training state is of
-    another form (DRIVER-4). Where the job starts, or goes back to a checkpoint, such a rank ends it as any failure of
-    its script does.
+    another form (DRIVER-4), or its global batch another one (POSITION-3). Where the job starts, or goes back to a
+    checkpoint, such a rank ends it as any failure of its script does.
 """
 
 from __future__ import annotations
@@ -528,6 +528,8 @@ class AgentState:
         if rank.finished:
             return [Fail(code, what)]
         reason = self.restarts.failed(Failure(event.member, rank.local_rank, event.step, event.at_s))
+        if event.differs and event.step is not None:  # AGENT-12: its successor would be the one that comes late
+            reason = reason or f" in step {event.step}, because it differs from the others"
         notices: list[Instruction] = []
         if event.step is not None and self.is_awaited():
             notices = [BroadcastFailure(event.member, rank.local_rank, event.step)]

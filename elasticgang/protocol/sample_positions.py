@@ -7,7 +7,7 @@ POSITION-1  In a job that is resumed with another size, the samples of its first
 POSITION-2  A job is not resumed with another number of samples of the same seed: their order is another one, in which
     the rest of the pass is not known. With another seed, the samples count as other data.
 POSITION-3  A rank that heals in a step has asked for the global batches that the others took there, or it takes no
-    samples in the next one.
+    samples in the next one: it differs from them (AGENT-12).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from elasticgang.errors import InvalidOperationError
+from elasticgang.errors import MismatchError
 
 NAME = "elasticgang.samples"  # of this state; no keyword argument of a script
 MAX_LINES = 64
@@ -71,7 +71,7 @@ class SamplePositions:
 
         Raises:
             ValueError: POSITION-2.
-            InvalidOperationError: POSITION-3.
+            MismatchError: POSITION-3.
         """
         if shape.is_sampled:
             return step * shape.size
@@ -108,7 +108,7 @@ class SamplePositions:
         others = {line for line, taken in self._taken.items() if taken.step == step - 1}
         if others and others != self._voted[1]:  # a rank that has not healed yet has none
             theirs, own = (" and ".join(map(str, sorted(lines))) for lines in (others, self._voted[1]))
-            raise InvalidOperationError(
+            raise MismatchError(
                 f"the other ranks took step {step - 1} from {theirs}, but this rank from {own}: make `GlobalBatch` "
                 "alike on every rank, also on one that restarts."
             )

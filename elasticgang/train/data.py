@@ -129,7 +129,7 @@ class GlobalBatch:
 
         Raises:
             ValueError: as `share`; or the job goes on at a checkpoint of another `num_samples`.
-            InvalidOperationError: this rank has healed, and the others have another `GlobalBatch`.
+            MismatchError: this rank has healed, and the others have another `GlobalBatch`.
             GangError: ranks may keep slots, and the generation has ended before they agreed which; `with step` catches
                 it.
         """

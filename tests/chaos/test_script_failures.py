@@ -215,18 +215,25 @@ def test_ranks_with_different_global_batches_end_the_job(tmp_path: Path) -> None
         assert sorted(numbers) == ["0", "1"]
 
 
-# POSITION-3
-def test_a_rank_that_comes_back_with_other_data_ends_the_job(tmp_path: Path) -> None:
+# POSITION-3 AGENT-12
+def test_a_rank_that_comes_back_with_other_data_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
     """As one that counts the files of a dataset that has grown."""
-    setup = 'batches = eg.GlobalBatch(20 if (here / "grown").exists() else 16, size=4, slot=2)'
+    setup = 'batches = eg.GlobalBatch(20 if (here / "grown").exists() and rank == 1 else 16, size=4, slot=2)'
     body = """if rank == 1 and step.index == 5 and not (here / "grown").exists():
                     (here / "grown").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)"""
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if (here / "over").exists():
+                    manager.leave()"""
     with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=2) as job:
-        assert job.wait() == 1
+        job.expect_line("elasticgang: rank 1 differs from the others: it is refused, and not restarted")
+        (tmp_path / "over").touch()
+        assert job.wait() == 0, job.stderr
         job.assert_nothing_left()
-        error = r"from `GlobalBatch\(16, size=4, seed=0\)`, but this rank from `GlobalBatch\(20, size=4, seed=0\)`"
+        error = (
+            r"MismatchError: .* from `GlobalBatch\(16, size=4, seed=0\)`, but this rank from .*\(20, size=4, seed=0\)`"
+        )
         assert re.search(error, job.stderr), job.stderr
+        assert job.stderr.count("Traceback (most recent call last)") == 1
 
 
 def test_a_rank_that_fails_whenever_it_comes_back_ends_the_job(tmp_path: Path) -> None:

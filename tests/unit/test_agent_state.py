@@ -297,6 +297,14 @@ def test_a_rank_of_another_form_ends_a_job_that_starts_though_the_others_commit_
 
 
 # AGENT-12
+def test_a_rank_that_differs_in_a_step_ends_a_job_that_starts_though_it_has_committed() -> None:
+    host = running(2, max_restarts=3)
+    host.commits("a0", "a1")
+    (failed,) = [each for each in host.raises("a1", 1, differs=True) if isinstance(each, Fail)]
+    assert failed == Fail(1, "rank 1 exited with code 1 in step 1, because it differs from the others")
+
+
+# AGENT-12
 def test_an_agent_whose_last_rank_is_refused_fails() -> None:
     host = restarted(num_ranks=1)
     host.asks("a0'", settings=OF_TEN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticgang.errors import InvalidOperationError
+from elasticgang.errors import MismatchError
 from elasticgang.protocol.sample_positions import MAX_LINES, BatchShape, SamplePositions
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_heals_with_another_global_batch_takes_no_samples(own: Batch
     positions = healed(own)
     for _ in range(2):
         with pytest.raises(
-            InvalidOperationError, match=r"took step 3 from `GlobalBatch\(64, size=16, seed=0\)`, but this rank"
+            MismatchError, match=r"took step 3 from `GlobalBatch\(64, size=16, seed=0\)`, but this rank"
         ):
             positions.take(4, own)
 
