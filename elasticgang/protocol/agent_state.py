@@ -451,13 +451,18 @@ class AgentState:
             if faulted is not None:
                 return [*instructions, *faulted]
         if rank.is_refused or (event.differs and rank.comes_late):  # AGENT-12
-            return instructions + self._go_on_without(rank, is_known=rank.is_refused)
+            why = f"rank {rank.local_rank} differs from the others: it is refused, and not restarted"
+            return instructions + self._go_on_without(2, why, is_known=rank.is_refused)
         if event.draining and (event.status == 0 or by_kill):
             return instructions + self._end_if_too_few()
         if event.status == 0:
             return instructions + self._warn_if_early(rank, event.joined)
         if self.finished and by_kill:  # AGENT-5
             return instructions + self._killed_at_end(rank, event)
+        if not (by_kill or self.finished) and self.restarts.gives_up(_failure_of(rank, event)):  # RESTART-3
+            status = _script_status(event)
+            why = f"rank {rank.local_rank} {describe_exit(status)} before it began a step, again: it is not restarted"
+            return instructions + self._go_on_without(_exit_code(status), why)
         if not by_kill:
             failed = self._failed(rank, event)
             if self.finished or isinstance(failed[-1], Fail):  # the others finished before it had exited
@@ -468,14 +473,14 @@ class AgentState:
         self._num_restarts += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
 
-    def _go_on_without(self, rank: _Rank, *, is_known: bool) -> list[Instruction]:
-        """AGENT-12. `is_known`: the user was told."""
-        why = f"rank {rank.local_rank} differs from the others: it is refused, and not restarted"
+    def _go_on_without(self, code: int, why: str, *, is_known: bool = False) -> list[Instruction]:
+        """AGENT-12, RESTART-3. `why`: the rank is not restarted. `code`: of the agent's exit, if no rank is left.
+        `is_known`: the user was told."""
         notices: list[Instruction] = [] if is_known else [Warn(why)]
         if self.finished:  # AGENT-5
             return notices
         if self._num_staying == 0:
-            return [*notices, Fail(2, f"no rank of this host is left; {why}")]
+            return [*notices, Fail(code, f"no rank of this host is left; {why}")]
         return notices + self._end_if_too_few()
 
     def _killed_at_end(self, rank: _Rank, event: Exited) -> list[Instruction]:
@@ -522,12 +527,11 @@ class AgentState:
 
     def _failed(self, rank: _Rank, event: Exited) -> list[Instruction]:
         """The script has failed. The last instruction is Fail, unless the rank may be restarted."""
-        status = 1 if event.raised and event.status <= 0 else event.status  # it was killed while it exited
-        what = f"rank {rank.local_rank} {describe_exit(status)}"
-        code = status if status > 0 else 128 - status
+        status = _script_status(event)
+        what, code = f"rank {rank.local_rank} {describe_exit(status)}", _exit_code(status)
         if rank.finished:
             return [Fail(code, what)]
-        reason = self.restarts.failed(Failure(event.member, rank.local_rank, event.step, event.at_s))
+        reason = self.restarts.failed(_failure_of(rank, event))
         if event.differs and event.step is not None:  # AGENT-12: its successor would be the one that comes late
             reason = reason or f" in step {event.step}, because it differs from the others"
         notices: list[Instruction] = []
@@ -665,3 +669,17 @@ def describe_exit(status: int, *, is_early: bool = False) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
+
+
+def _failure_of(rank: _Rank, event: Exited) -> Failure:
+    return Failure(event.member, rank.local_rank, event.step, event.at_s)
+
+
+def _script_status(event: Exited) -> int:
+    """1 where the script had raised before it was killed."""
+    return 1 if event.raised and event.status <= 0 else event.status
+
+
+def _exit_code(status: int) -> int:
+    """Of the agent, after a failure of a rank's script."""
+    return status if status > 0 else 128 - status

@@ -5,8 +5,8 @@ outside is not a failure, and neither is an error that a lost peer caused.
 
 RESTART-1  A failure ends the job if the rank has never committed a step: its script does not work.
 RESTART-2  A step that fails a second time, on any rank of any host, ends the job: no single machine is at fault.
-RESTART-3  A failure before the first step of a restarted rank ends the job if the rank has failed in this way before,
-           since its last committed step.
+RESTART-3  A restarted rank that fails before its first step is given up if it has failed in this way before, since its
+           last committed step: the others train, and it would not with what it finds now, such as an edited script.
 RESTART-4  Otherwise a rank is restarted, `max_restarts` times in `WINDOW_S`; the next failure ends the job. With 0, the
            first failure does.
 """
@@ -49,7 +49,6 @@ class Restarts:
         since_s = failure.at_s - WINDOW_S
         recent = self._failed_at_s[rank] = [at_s for at_s in self._failed_at_s.get(rank, ()) if at_s > since_s]
         recent.append(failure.at_s)
-        was_early = rank in self._failed_early
         if step is None:
             self._failed_early.add(rank)
         before = None if step is None else self._add(step, failure.member, f"rank {rank}")
@@ -59,11 +58,15 @@ class Restarts:
             return " before its first committed step"
         if before is not None:  # RESTART-2
             return f" in step {step}, in which {before} had failed too"
-        if step is None and was_early:  # RESTART-3
-            return " before it began a step, again"
         if len(recent) > self.max_restarts:  # RESTART-4
             return f"; --max-restarts is {self.max_restarts} for each rank in an hour"
         return None
+
+    def gives_up(self, failure: Failure) -> bool:
+        """RESTART-3. To be asked before `failed`."""
+        rank = failure.local_rank
+        is_early = failure.step is None and rank in self._have_committed and self.max_restarts > 0
+        return is_early and rank in self._failed_early
 
     def failed_elsewhere(self, member: str, rank: str, step: int) -> str | None:
         """Why the job ends after a failure of `member` on another host; None: it goes on. `rank`: its rank, for

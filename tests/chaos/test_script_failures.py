@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.training_scripts import script, training
-from tests.support import Job
+from tests.support import Job, kill
 
 # -- how it fails
 
@@ -236,18 +236,22 @@ def test_a_rank_that_comes_back_with_other_data_is_refused_and_the_others_go_on(
         assert job.stderr.count("Traceback (most recent call last)") == 1
 
 
-def test_a_rank_that_fails_whenever_it_comes_back_ends_the_job(tmp_path: Path) -> None:
-    setup = """if (here / "failed").exists() and rank == 1:
-            raise ValueError("when it builds")"""
-    body = """if rank == 1 and step.index == 5:
-                    (here / "failed").touch()
-                    raise OSError("of this machine")"""
-    with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=3) as job:
-        assert job.wait() == 1
+# RESTART-3
+def test_a_rank_that_fails_whenever_it_comes_back_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
+    """As one whose script was edited, and cannot be imported any more."""
+    body = """if (here / "over").exists():
+                    manager.leave()"""
+    path = training(tmp_path, steps=10**9, body=body)
+    with Job(tmp_path, path, ranks=3) as job:
+        job.expect("generation_change")
+        path.write_text("def (\n" + path.read_text())
+        kill(job.rank_pid(1))
+        job.expect_line("elasticgang: rank 1 exited with code 1 before it began a step, again: it is not restarted")
+        (tmp_path / "over").touch()
+        assert job.wait() == 0, job.stderr
         job.assert_nothing_left()
-        assert job.stderr.count("\nValueError: when it builds\n") == 1
-        error = "elasticgang: error: rank 1 exited with code 1 before it began a step, again"
-        assert job.stderr.splitlines()[-1] == error
+        assert job.stderr.count("SyntaxError: ") == 1
+        assert sum(event["event"] == "spawned" for event in job.events()) == 5
 
 
 def test_a_rank_that_fails_in_one_step_after_the_other_uses_up_its_restarts(tmp_path: Path) -> None:

@@ -83,11 +83,6 @@ def _failed_as_if_committed(self: Restarts, failure: Failure) -> str | None:
     return _failed(self, failure)
 
 
-def _failed_as_if_first(self: Restarts, failure: Failure) -> str | None:
-    self._failed_early.discard(failure.local_rank)
-    return _failed(self, failure)
-
-
 def _failed_as_if_often_allowed(self: Restarts, failure: Failure) -> str | None:
     return _failed(replace(self, max_restarts=self.max_restarts and 1000), failure)
 
@@ -195,8 +190,8 @@ AGENT_MUTANTS = {
         test_restarts.test_restart_2_a_step_that_fails_on_another_rank_ends_the_job_however_late,
     ),
     "a rank may fail before its first step again": UnitMutant(
-        ((Restarts, "failed", _failed_as_if_first),),
-        test_restarts.test_restart_3_a_restarted_rank_that_cannot_begin_a_step_ends_the_job,
+        ((Restarts, "gives_up", lambda self, failure: False),),
+        test_restarts.test_restart_3_a_restarted_rank_that_cannot_begin_a_step_is_given_up,
     ),
     "restarts are not counted": UnitMutant(
         ((Restarts, "failed", _failed_as_if_often_allowed),),

@@ -193,6 +193,9 @@ def test_a_rank_that_has_committed_nothing_ends_the_job_when_its_script_fails() 
     assert host.raises("a1", 5) == [Fail(1, "rank 1 exited with code 1 before its first committed step")]
 
 
+GIVEN_UP = "rank 1 exited with code 1 before it began a step, again: it is not restarted"
+
+
 def test_what_an_earlier_process_of_a_rank_has_committed_counts() -> None:
     host = running(3, max_restarts=2)
     host.commits("a1")
@@ -200,7 +203,19 @@ def test_what_an_earlier_process_of_a_rank_has_committed_counts() -> None:
     host.start("a1'")
     assert Restart(1, 0.0) in host.raises("a1'", None)
     host.start("a1''")
-    assert host.raises("a1''", None) == [Fail(1, "rank 1 exited with code 1 before it began a step, again")]
+    assert host.raises("a1''", None) == [Warn(GIVEN_UP)]
+
+
+# RESTART-3
+def test_the_last_rank_of_a_host_that_is_given_up_ends_the_agent_with_its_code() -> None:
+    host = running(1, max_restarts=2)
+    host.commits("a0")
+    host.exits("a0", KILLED)
+    host.start("a0'")
+    assert Restart(0, 0.0) in host.exits("a0'", 3)
+    host.start("a0''")
+    failed = host.exits("a0''", 3)[-1]
+    assert failed == Fail(3, f"no rank of this host is left; {GIVEN_UP.replace('1', '0', 1).replace('1', '3')}")
 
 
 def test_a_step_that_fails_on_two_ranks_ends_the_job() -> None:

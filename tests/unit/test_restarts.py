@@ -62,18 +62,26 @@ def test_restart_2_counts_ranks_of_other_hosts() -> None:
 
 
 # RESTART-3
-def test_restart_3_a_restarted_rank_that_cannot_begin_a_step_ends_the_job() -> None:
+def test_restart_3_a_restarted_rank_that_cannot_begin_a_step_is_given_up() -> None:
     restarts = after_commits(9)
+    assert not restarts.gives_up(failure(0, None))
     assert restarts.failed(failure(0, None)) is None
-    assert restarts.failed(failure(1, None)) is None  # of another rank: no step is to blame
-    assert restarts.failed(failure(0, None)) == " before it began a step, again"
+    assert not restarts.gives_up(failure(1, None))
+    assert not restarts.gives_up(failure(0, 5))
+    assert restarts.gives_up(failure(0, None))
 
 
 def test_restart_3_begins_anew_with_a_commit() -> None:
     restarts = after_commits(9)
     assert restarts.failed(failure(0, None)) is None
     restarts.committed(0)
-    assert restarts.failed(failure(0, None)) is None
+    assert not restarts.gives_up(failure(0, None))
+
+
+@pytest.mark.parametrize("restarts", [Restarts(9), after_commits(0)], ids=["no commit", "no restarts"])
+def test_restart_3_is_of_ranks_that_are_restarted(restarts: Restarts) -> None:
+    assert restarts.failed(failure(0, None)) is not None
+    assert not restarts.gives_up(failure(0, None))
 
 
 # RESTART-4
