@@ -1,6 +1,7 @@
 """The job's secret, read from a file.
 
-SECRET-FILE  Only the owner of the file may read or write it. The same holds for a private key.
+SECRET-FILE  Only the owner of the file may read or write it. If that is root, a group of this process may read it too,
+             as where Kubernetes mounts it with `fsGroup`. The same holds for a private key.
 SECRET-SIZE  The secret has at least 16 bytes, without white space at either end.
 """
 
@@ -58,16 +59,23 @@ def read_secret(path: Path) -> Secret:
     return Secret(value)
 
 
+def _allowed(status: os.stat_result) -> int:
+    """The bits of its mode that others than its owner may have (SECRET-FILE)."""
+    is_of_group = status.st_uid == 0 and status.st_gid in (os.getegid(), *os.getgroups())
+    return stat.S_IRGRP if is_of_group else 0
+
+
 def read_private(path: Path, what: str, max_bytes: int) -> bytes:
-    """The contents of a file that only its owner may read (SECRET-FILE). `what`: the kind of file, in messages. Raises
+    """The contents of a file that others may not read (SECRET-FILE). `what`: the kind of file, in messages. Raises
     OperationalError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
-            mode = os.fstat(fd).st_mode
+            status = os.fstat(fd)
+            mode = status.st_mode
             if not stat.S_ISREG(mode):
                 raise OperationalError(f"the {what} {path} is not a regular file")
-            if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            if mode & (stat.S_IRWXG | stat.S_IRWXO) & ~_allowed(status):
                 raise OperationalError(
                     f"the {what} {path} must be its owner's alone, but its mode is {stat.S_IMODE(mode):04o}: "
                     f"run `chmod 600 {path}`"

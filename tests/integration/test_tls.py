@@ -59,7 +59,7 @@ def no_key(files: Files) -> Files:
 
 
 def open_key(files: Files) -> Files:
-    files.key.chmod(0o640)
+    files.key.chmod(0o660)
     return files
 
 
@@ -72,7 +72,7 @@ def no_certificate(files: Files) -> Files:
     ("change", "complaint"),
     [
         (no_key, "the key file {key} cannot be read: No such file or directory"),
-        (open_key, "the key file {key} must be its owner's alone, but its mode is 0640: run `chmod 600 {key}`"),
+        (open_key, "the key file {key} must be its owner's alone, but its mode is 0660: run `chmod 600 {key}`"),
         (no_certificate, "--tls-cert {cert} holds no certificate in PEM"),
     ],
 )

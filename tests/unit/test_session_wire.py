@@ -8,6 +8,7 @@ import random
 import struct
 import tracemalloc
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -406,7 +407,7 @@ def test_a_secret_is_read_and_not_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "mode", "complaint"),
     [
-        (b"0123456789abcdef", 0o640, "mode is 0640: run `chmod 600"),
+        (b"0123456789abcdef", 0o660, "mode is 0660: run `chmod 600"),
         (b"0123456789abcdef", 0o604, "mode is 0604"),
         (b"0123456789abcde\n", 0o600, "at least 16 bytes, but has 15"),
         (b"x" * 5000, 0o600, "over 4096 bytes"),
@@ -416,6 +417,29 @@ def test_a_secret_that_is_none_is_refused(tmp_path: Path, value: bytes, mode: in
     with pytest.raises(OperationalError, match=complaint) as refused:
         read_secret(write(tmp_path / "secret", value, mode))
     assert "0123" not in str(refused.value)
+
+
+# SECRET-FILE
+@pytest.mark.skipif(os.geteuid() != 0, reason="it gives files to other users")
+@pytest.mark.parametrize(
+    ("owner", "is_own_group", "mode", "is_read"),
+    [
+        (0, True, 0o440, True),
+        (0, True, 0o640, True),
+        (0, True, 0o660, False),
+        (0, True, 0o450, False),
+        (0, True, 0o444, False),
+        (0, False, 0o440, False),
+        (12345, True, 0o440, False),
+    ],
+)
+def test_a_group_of_this_process_may_read_a_secret_of_root(
+    tmp_path: Path, owner: int, is_own_group: bool, mode: int, is_read: bool
+) -> None:
+    path = write(tmp_path / "secret", b"0123456789abcdef", mode)
+    os.chown(path, owner, os.getegid() if is_own_group else 1 + max([os.getegid(), *os.getgroups()]))
+    with nullcontext() if is_read else pytest.raises(OperationalError, match=f"mode is {mode:04o}"):
+        read_secret(path)
 
 
 def test_a_secret_file_that_is_not_there_says_so(tmp_path: Path) -> None:
