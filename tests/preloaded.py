@@ -39,6 +39,7 @@ from scripts.demo_job.processes import ELASTICGANG
 
 MARK = "ELASTICGANG_TEST_JOB"  # the environment variable by which all processes of a command are found
 IN_NAMESPACE = ("ip", "netns", "exec")  # and its name: before a command that runs in that network namespace
+NOHUP = "nohup"  # before a command that ignores SIGHUP
 _NO_MARK = "0" * 32
 _NAMESPACES = "/run/netns"
 _CLONE_NEWNET = 0x40000000
@@ -135,6 +136,9 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
     if tuple(words[:3]) == IN_NAMESPACE:
         _enter_namespace(words[3])
         words = words[4:]
+    if words[0] == NOHUP:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        words = words[1:]
     _, *command = words
     assert _mark_address is not None
     ctypes.memmove(_mark_address, env[MARK].encode(), len(_NO_MARK))  # where /proc shows it, of forks too

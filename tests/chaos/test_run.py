@@ -290,7 +290,7 @@ def test_a_job_under_nohup_goes_on_when_its_login_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["the agent imports", "the fork server imports", "ranks are started"])
 def test_a_signal_while_it_starts_ends_everything_in_time(tmp_path: Path, number: signal.Signals, moment: str) -> None:
     def attempt(directory: Path) -> float:
-        with Job(directory, ignoring(directory), fresh=True) as job:
+        with Job(directory, ignoring(directory), fresh=moment != "ranks are started") as job:
             wait_for_moment(job, moment)
             return seconds_to_end(job, number)
 
@@ -351,7 +351,7 @@ DIES_ONCE = """
 def test_ranks_draw_different_random_numbers(tmp_path: Path) -> None:
     path = tmp_path / "draw.py"
     path.write_text("import numpy, random\nprint('drew', numpy.random.rand(), random.random(), flush=True)\n")
-    with Job(tmp_path, path, fresh=True) as job:
+    with Job(tmp_path, path) as job:
         assert job.wait() == 0
         drawn = [line.split()[-2:] for line in job.stdout.splitlines() if "drew" in line]
     assert len(drawn) == 2
@@ -412,7 +412,7 @@ def test_nothing_is_left_of_a_killed_agent(tmp_path: Path, make: Callable[[Path]
 @pytest.mark.parametrize("moment", ["the fork server imports", "ranks are started"])
 def test_nothing_is_left_of_an_agent_that_is_killed_while_it_starts(tmp_path: Path, moment: str) -> None:
     def attempt(directory: Path) -> float:
-        with Job(directory, ignoring(directory), fresh=True) as job:
+        with Job(directory, ignoring(directory), fresh=moment != "ranks are started") as job:
             wait_for_moment(job, moment)
             return seconds_to_end(job, signal.SIGKILL)
 
