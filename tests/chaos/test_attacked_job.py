@@ -270,8 +270,9 @@ def test_a_slow_reader_is_cut_off(job: AttackedJob) -> None:
 )
 def test_a_rank_serves_its_state_to_no_stranger(job: AttackedJob, sent: bytes, parts: list[str]) -> None:
     with job.unharmed(16 * MB):
+        port = job.ports()["rank"]
         for _ in range(TIMES):
-            until_closed(connect(job.ports()["rank"], sent))
+            until_closed(connect(port, sent))
         assert len(job.logged(*parts, by=job.agents[0])) == 1
 
 
