@@ -50,7 +50,7 @@ _TICK_S = 0.004
 _TELL_S = 10.0
 _STALL_S = 90.0
 _SHARE = 0.9  # of the steps that the undisturbed rate makes in that time
-_CALIBRATION = (20, 140)  # from that step to that one
+_CALIBRATION = (20, 80)  # from that step to that one
 _MIN_STEPS = 60
 _ROOM = 3.0  # a fault waits for its moment, or is not done
 
