@@ -40,12 +40,12 @@ def summary_of(command: Command) -> dict[str, Any]:
 
 @pytest.mark.timeout(360)
 def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
-    with demo(tmp_path, "--no-reference", *trains(60, 2), fresh=True) as command:
+    with demo(tmp_path, "--no-reference", *trains(30, 2), fresh=True) as command:
         assert command.wait(300.0) == 0, command.stdout + command.stderr
         command.assert_nothing_left()
         summary = summary_of(command)
         assert set(KEYS) <= set(summary)
-        assert (summary["steps"], summary["ranks"]) == (60, 4)
+        assert (summary["steps"], summary["ranks"]) == (30, 4)
         assert (summary["lost_samples"], summary["duplicate_samples"]) == (0, 0)
         schedule = summary["kill_schedule"]
         assert len(schedule["drawn"]) == summary["kills_asked"] == summary["kills"] >= 1
@@ -69,7 +69,7 @@ def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(360)
 def test_a_reproducible_demo_ends_in_the_bits_of_one_undisturbed_rank(tmp_path: Path) -> None:
-    with demo(tmp_path, "--reproducible", "--ranks", "3", *trains(40, 2)) as command:
+    with demo(tmp_path, "--reproducible", "--ranks", "3", *trains(20, 2)) as command:
         assert command.wait(300.0) == 0, command.stdout + command.stderr
         summary = summary_of(command)
         assert summary["kills"] >= 1
@@ -97,7 +97,7 @@ def test_a_reproducible_demo_of_shards_ends_in_the_bits_of_one_undisturbed_rank(
     [
         pytest.param("sdp=2", 40, 2, marks=exhaustive),
         pytest.param("tp=2", 14, 3, marks=exhaustive),
-        ("pp=2", 40, 2),
+        ("pp=2", 20, 2),
         pytest.param("sdp=2,tp=2", 8, 3, marks=exhaustive),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_demo_of_each_layout_survives_its_kills(layout: str, steps: int, every
 @pytest.mark.parametrize(
     ("layout", "fallback", "steps"),
     [
-        ("sdp=2,min_replicas=2/sdp=1", "sdp=1", 54),
+        ("sdp=2,min_replicas=2/sdp=1", "sdp=1", 27),
         pytest.param("tp=2,min_replicas=2/sdp=2", "sdp=2", 30, marks=exhaustive),
         pytest.param("pp=2,min_replicas=2/sdp=2", "sdp=2", 54, marks=exhaustive),
     ],
