@@ -30,6 +30,7 @@ class Network:
         self._mark = f"eg{os.getpid()}x{uuid.uuid4().hex[:4]}"
         self._made: list[str] = []
         self._switches: set[int] = set()
+        self._num_moved = 0
         self._has_ipv6 = has_ipv6
         subnet = "fd77::" if has_ipv6 else "10.77.0."
         self.addresses = {host: f"{subnet}{number}" for number, host in enumerate(hosts, 1)}
@@ -110,7 +111,8 @@ class Network:
         """It has an address of its own still, but another one: `addresses` knows."""
         there = ["-n", self._name(host), "address"]
         _ip(*there, "delete", f"{self.addresses[host]}/24", "dev", "eth0")
-        self.addresses[host] = f"10.77.0.{100 + len(self.addresses)}"
+        self._num_moved += 1
+        self.addresses[host] = f"10.77.0.{100 + self._num_moved}"
         _ip(*there, "add", f"{self.addresses[host]}/24", "dev", "eth0")
 
     def _name(self, host: str) -> str:
