@@ -243,8 +243,15 @@ def run(*command: str) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in lines if line), key=lambda seen: int(seen["root"][0]))
 
 
-def test_their_script_runs_alone() -> None:
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What their script sees in one process."""
     (seen,) = run(sys.executable, str(EXAMPLE))
+    return seen
+
+
+def test_their_script_runs_alone(alone: dict[str, Any]) -> None:
+    seen = alone
     assert seen == {
         "root": [0, 1, True],
         "sum of ones": 1,
@@ -264,8 +271,7 @@ def test_their_script_runs_alone() -> None:
     }
 
 
-def test_their_script_runs_on_four_ranks() -> None:
-    (alone,) = run(sys.executable, str(EXAMPLE))
+def test_their_script_runs_on_four_ranks(alone: dict[str, Any]) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
     ranks = run(sys.executable, *torchrun, str(EXAMPLE))
     assert len(ranks) == 4
