@@ -43,7 +43,6 @@ NOHUP = "nohup"  # before a command that ignores SIGHUP
 _NO_MARK = "0" * 32
 _NAMESPACES = "/run/netns"
 _CLONE_NEWNET = 0x40000000
-_FORK_SERVER = ["-m", forkserver.__name__]
 _MAX_MESSAGE = 1 << 17
 _GUARD_S = 60.0  # as `support.DEADLINE_S`
 _EXTRA = (
@@ -258,14 +257,16 @@ class _OfferedProcess(subprocess.Popen[Any]):
             command = [sys.executable, "-m", "elasticgang", *args[1:]]
             _start(self, command, given, imports=_imported, parent_death=signal.SIGTERM)
             return
-        offered = _offered.pop(os.getpid(), None) if isinstance(args, list) and args[1:3] == _FORK_SERVER else None
+        offered = (
+            _offered.pop(os.getpid(), None) if isinstance(args, list) and forkserver.__name__ in args[3:4] else None
+        )
         if offered is None:
             execute: Callable[..., None] = getattr(super(), "_execute_child")  # noqa: B009  # typeshed has it not
             execute(args, *given)
             return
         _, _, _, pass_fds, _, env, _, _, _, *files = given
         sock, pid = offered
-        _, _, _, _, _, *preload = args  # python -m module descriptor owner
+        _, _, _, _, _, _, *preload = args  # python -c code module descriptor owner
         request = {"env": dict(env), "preload": preload, "new_session": self._is_session_leader}
         with sock:
             sock.settimeout(_GUARD_S)

@@ -7,12 +7,12 @@ import json
 import mmap
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from elasticgang.checkpoint.writer import Outcome
+from elasticgang.process.own_modules import command_of
 
 _EXIT_TIMEOUT_S = 5.0
 _MADV_POPULATE_WRITE = 23
@@ -26,7 +26,7 @@ class WriterProcess:
         self._descriptor = os.memfd_create("eg-checkpoint", os.MFD_CLOEXEC)
         self._mapped: mmap.mmap | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elasticgang.checkpoint.writer", str(self._descriptor), str(os.getpid())],
+            command_of("elasticgang.checkpoint.writer", str(self._descriptor), str(os.getpid())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._descriptor],

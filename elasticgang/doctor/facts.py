@@ -23,6 +23,7 @@ from typing import TypeVar
 from elasticgang.doctor.verdicts import MEMFD_BYTES, Coordinator, Cuda, Disk, Facts, Limits, Torch
 from elasticgang.environment import is_own_directory, run_dir
 from elasticgang.errors import reason_of
+from elasticgang.process.own_modules import command_of
 from elasticgang.session.addresses import probe
 
 _TORCH_FACTS = "elasticgang.doctor.torch_facts"
@@ -69,7 +70,7 @@ def gather(
 
 
 def _torch() -> Torch:
-    command = [sys.executable, "-m", _TORCH_FACTS]
+    command = command_of(_TORCH_FACTS)
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 from elasticgang.errors import NotSupportedError
+from elasticgang.process.own_modules import command_of
 
 _MODULE = "elasticgang.comm.availability"
 _LIMIT_S = 120.0
@@ -15,7 +15,7 @@ def check_available(process_group: str) -> None:
     """Raise NotSupportedError if this machine does not have the process group. Only NCCL's are asked about: every build
     of torch for Linux has Gloo. torch is asked in a process of its own, because an agent imports none."""
     if process_group.endswith("nccl"):
-        command = [sys.executable, "-m", _MODULE, process_group]
+        command = command_of(_MODULE, process_group)
         try:
             asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:

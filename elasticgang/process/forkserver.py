@@ -45,6 +45,7 @@ from typing import Any
 from elasticgang.errors import OperationalError
 from elasticgang.process import code_layout, huge_pages
 from elasticgang.process.free_blocks import fill_free_blocks
+from elasticgang.process.own_modules import command_of
 from elasticgang.process.parent_death import signal_at_parent_death
 
 # numpy's OpenBLAS would start its threads on import (FORK-1). torch's own threads start at the first parallel
@@ -158,7 +159,7 @@ class ForkServer(ForkServerClient):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), *preload],
+                command_of(__name__, str(theirs.fileno()), str(os.getpid()), *preload),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **(env or {}), **_SINGLE_THREADED},

@@ -8,10 +8,10 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 
 from elasticgang.errors import OperationalError
+from elasticgang.process.own_modules import command_of
 from elasticgang.process.priority import session_niceness
 
 _END_S = 4.0  # longer than it takes to read the last events and to export the last spans
@@ -80,7 +80,7 @@ def serve(
         os.set_blocking(fd, True)
     options = {"listeners": fds, "traces": traces, "scalars": scalars, "offset": offset}
     options["session_niceness"] = session_niceness()
-    command = [sys.executable, "-m", "elasticgang.watch.server", log_dir, json.dumps(options)]
+    command = command_of("elasticgang.watch.server", log_dir, json.dumps(options))
     files = tuple(fds.values())
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=files, start_new_session=True)  # PRIORITY-LAST
     for listener in listeners.values():

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from scripts.demo_job.processes import ELASTICGANG
 from tests.chaos.training_scripts import script, training
 from tests.preloaded import PreloadedProcess
 from tests.support import PROMPT_S, REPOSITORY, Command, Job, environment, reserved_port, wait_until
@@ -565,3 +566,23 @@ def test_what_torch_says_of_a_lost_coordinator_is_said_by_ranks_alone(tmp_path: 
         job.process.terminate()
         assert job.wait() == 128 + signal.SIGTERM
     assert [line for line in job.stderr.splitlines() if not line.startswith(("elasticgang: ", "[rank "))] == []
+
+
+# OWN-PATH
+def test_files_of_the_working_directory_are_not_taken_for_python_s(tmp_path: Path) -> None:
+    """The agent's fork server, page and writers of checkpoints are started there."""
+    for name in ("queue", "socket", "types", "random", "json"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is the module of the user')")
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "beside.py").write_text("")
+    setup = (
+        f'manager.checkpoints({str(tmp_path / "saved")!r}, every_steps=2); import beside; print("path", sys.path[0])'
+    )
+    path = training(scripts, setup=setup)
+    options = ["--status-port", "0"]
+    with Job(tmp_path, path, ranks=1, options=options, program=(str(ELASTICGANG),), fresh=True) as job:
+        assert job.wait() == 0, job.stderr
+        assert job.stdout.endswith(f"path {scripts}\n")
+        assert list((tmp_path / "saved").iterdir())
+        assert "RuntimeError" not in job.stderr

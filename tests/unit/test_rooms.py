@@ -42,7 +42,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "reshape": ("errors", "testing", "layout", "protocol", "state", "checkpoint"),
     "coordinator": ("errors", "testing", "layout", "protocol", "process", "session"),
     "watch": ("errors", "environment", "progress", "process", "observe"),
-    "doctor": ("errors", "environment", "session"),
+    "doctor": ("errors", "environment", "process", "session"),
     "agent": (
         *("errors", "environment", "testing", "progress", "protocol", "process", "session", "coordinator", "observe"),
     ),
@@ -73,8 +73,11 @@ KNOWS: dict[str, tuple[str, ...]] = {
 # What one room may take from another alone, where the arrow is no more than that.
 ONLY = {
     ("gang", "comm"): ("elasticgang.comm.torch_backend",),
-    ("launch", "process"): ("elasticgang.process.priority", "elasticgang.process.stop_signals"),
-    ("checkpoint", "process"): ("elasticgang.process.parent_death",),
+    ("launch", "process"): (
+        *("elasticgang.process.own_modules", "elasticgang.process.priority", "elasticgang.process.stop_signals"),
+    ),
+    ("checkpoint", "process"): ("elasticgang.process.own_modules", "elasticgang.process.parent_death"),
+    ("doctor", "process"): ("elasticgang.process.own_modules",),
     ("coordinator", "process"): ("elasticgang.process.parent_death",),
 }
 
