@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +22,9 @@ _BODY = """next(batches_of_ones)
 
 
 def sockets(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*/**/listener-*"))
+    """In directories below it, some of which may be deleted meanwhile: `os.walk` passes over these."""
+    found = (Path(below) / name for below, _, names in os.walk(directory) for name in names)
+    return sorted(path for path in found if path.name.startswith("listener-"))
 
 
 # LEFT-1 LEFT-2
