@@ -481,8 +481,9 @@ class Agent:
         device = self._lifecycle.device_of(rank.local_rank)
         if device is not None and self._job.devices:
             self._device_memory.left(device, rank.pid)
-        self._loop.run_in_executor(None, self._left_files.remove, rank.pid)  # a disk may not answer
         self._rank_events.on_exit(rank, died_at)
+        # Once the others know: it starts a thread, in which a disk may not answer.
+        self._loop.run_in_executor(None, self._left_files.remove, rank.pid)
 
     async def _watch_ranks(self) -> None:
         """RULE-8, HANG-5."""
