@@ -112,7 +112,7 @@ class RankEvents:
                 if unsaved is not None:
                     self.unsaved_step = int(unsaved)
                     self._events.write("unsaved", member=rank.member, local_rank=rank.local_rank, step=unsaved)
-                rank.has_finished = finished
+                rank.has_finished, rank.has_left = finished, finished or in_order
                 if not finished and (in_order or self._has_seat(rank.member)):
                     how, kind = ("leaves", "left") if in_order else ("left before the last step", "failed")
                     cause = f"rank {rank.local_rank} {how}"
@@ -166,7 +166,7 @@ class RankEvents:
         cause = f"rank {rank.local_rank} {_describe_failure(rank) or describe_exit(status, is_early=is_early)}"
         self._changes.incidents.exited(rank)
         kind = "killed" if status < 0 and failure is None else "failed"
-        if self._has_seat(rank.member):
+        if self._has_seat(rank.member) and not (rank.has_left and status == 0):  # the next record may come later
             self._changes.reporter.caused(cause, kind, died_at, is_root=True)
         self._changes.write(self._changes.reporter.exited(rank.member, cause, kind))
         blameless = bool(failure and failure["blameless"])

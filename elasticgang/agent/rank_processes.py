@@ -43,7 +43,8 @@ _MAX_NICE = 19
 @dataclass(eq=False)
 class RankProcess:
     """`tail`: returns the last lines that it wrote. `committed`: the newest attempt that the agent has read from the
-    page. `status`: after the exit, as `Popen.returncode`. `taken`: its device, once it has joined."""
+    page. `status`: after the exit, as `Popen.returncode`. `taken`: its device, once it has joined. `has_left`: when the
+    others knew that it would, or because it has finished."""
 
     member: str
     local_rank: int
@@ -62,6 +63,7 @@ class RankProcess:
     notified: int = 0  # the newest generation of whose end it has been notified
     has_joined: bool = False
     has_finished: bool = False
+    has_left: bool = False
 
     def send(self, number: int) -> None:
         """Send a signal to this process alone."""

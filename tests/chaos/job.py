@@ -12,7 +12,7 @@ the same effect.
             to stand still for ever: "stop" (SIGSTOP), "stop-comm", "stop-all" (both), "lock", "gil"; or for the seconds
             of `for`: "busy", "paused";
             to go: "drain" (SIGTERM to itself), "leave" (`manager.leave()`);
-            "see-off": to wait until those that were told to go are gone;
+            "see-off": to wait until those that were told to go are gone, and their agent knows;
             "await-next": to wait until the fault after it has happened
     full    only once all ranks are active in a generation after that of the fault before (the default), or at any time
     free    it waits for no other fault
@@ -57,7 +57,7 @@ from torch import Tensor, nn
 import elasticgang as eg
 from elasticgang import testing
 from scripts.chaos_runs.soaking.comm_processes import comm_processes
-from tests.support import is_alive, wait_until
+from tests.support import wait_until
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 8, 2, 5
 INIT_SCALE = 2.0**8
@@ -230,7 +230,7 @@ class Faults:
                 os.kill(os.getpid(), signal.SIGTERM)
             case "see-off":
                 going = {spec["rank"] for spec in self._specs if spec.get("kill") in GOING}
-                wait_until(lambda: not any(is_alive(self._pid(rank)) for rank in going), "their end")
+                wait_until(lambda: not any(psutil.pid_exists(self._pid(rank)) for rank in going), "their end")
             case "leave":
                 assert self.manager is not None
                 self.manager.leave()

@@ -14,7 +14,7 @@ from elasticgang.agent.incident_log import MAX_KEPT, IncidentLog
 from elasticgang.agent.rank_processes import RankProcess
 from elasticgang.observe.events import EventLog
 from elasticgang.process.status_page import StatusPage
-from tests.chaos.test_kills import BACK, JOB, Fault, at
+from tests.chaos.test_kills import BACK, JOB, Fault, at, soon
 from tests.support import Command, Job
 
 GUARD_S = 30.0
@@ -123,7 +123,12 @@ def test_what_is_kept_for_later_changes_is_bounded() -> None:
 
 
 def test_planned_changes_leave_nothing(tmp_path: Path) -> None:
-    found, job = incidents(tmp_path, [at("body", 1, "leave", step=6)])
-    kinds = [each["kind"] for each in job.events() if each["event"] == "generation_change"]
-    assert len(kinds) > 1
-    assert found == [], kinds
+    """Nor if the process that leaves is gone before the others have the next record."""
+    found, job = incidents(tmp_path, [at("body", 1, "leave", step=6), soon("requesting", 0, "see-off")])
+    events = job.events()
+    changes = [each for each in events if each["event"] == "generation_change"]
+    assert [change["cause"] for change in changes] == ["the job starts", "rank 1 leaves"]
+    assert [change["kind"] for change in changes] == ["start", "left"]
+    (left,) = (index for index, each in enumerate(events) if each["event"] == "exited" and each["local_rank"] == 1)
+    assert left < next(index for index, each in enumerate(events) if each.get("generation") == 2)
+    assert found == []

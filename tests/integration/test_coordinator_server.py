@@ -337,6 +337,7 @@ def test_a_fleet_comes_at_once_to_a_coordinator_that_is_slow(monkeypatch: pytest
     timeouts = replace(PATIENT, lease_s=1.5, heartbeat_s=1.0, answer_s=1.0, founding_s=DEADLINE_S)
     assert 2 * num_agents * work_s > timeouts.lease_s
     monkeypatch.setattr(led_jobs, "QUICK", timeouts)
+    monkeypatch.setattr(agent_client, "CONNECT_S", DEADLINE_S)  # here the coordinator's turns delay its clients too
     take = ServerConnection.data_received
     job = Job()
 
