@@ -25,6 +25,7 @@ class UsageError(Exception):
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_directory()
     _check_run(args)
     credentials = _find_credentials(args, is_client=True)
     if args.heal_interfaces is not None:
@@ -351,6 +352,16 @@ def _check_run(args: argparse.Namespace) -> None:
         _check_module(args.script)
     elif not os.path.isfile(args.script):
         raise UsageError(f"there is no script at {args.script!r}")
+
+
+def _check_directory() -> None:
+    """Neither Python nor torch can be imported by the processes of a job where it is gone."""
+    try:
+        os.getcwd()
+    except OSError as exc:
+        raise UsageError(
+            f"the working directory cannot be found ({exc.strerror}): change to one that is there"
+        ) from exc
 
 
 def _check_lasting(checkpoint_dir: str | None) -> None:

@@ -125,6 +125,17 @@ def test_names_that_cannot_be_are_refused_in_one_line(arguments: list[str], line
     assert refused(*arguments) == line
 
 
+def test_a_working_directory_that_is_gone_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    command = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", str(ELASTICGANG), "run", "-m", "json.tool"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path / "gone")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "elasticgang: error: the working directory cannot be found (No such file or directory): "
+        "change to one that is there\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("init", "error"), [("x = (", "SyntaxError"), ("import no_such_module", "No module named 'no_such_module'")]
 )
@@ -296,6 +307,21 @@ def test_a_signal_while_it_starts_ends_everything_in_time(tmp_path: Path, number
             return seconds_to_end(job, number)
 
     assert_in_time(tmp_path, ENDED_S, attempt)
+
+
+def test_an_interrupt_while_the_command_line_is_imported_prints_nothing(tmp_path: Path) -> None:
+    interrupting = """\
+        import importlib.abc, os, signal, sys
+        class Interrupt(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name == "elasticgang.launch.arguments":
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupt())
+        """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(interrupting))
+    env = environment() | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}"}
+    done = subprocess.run([str(ELASTICGANG), "run", THIS], capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 # STOP-HELD
