@@ -24,7 +24,8 @@ from elasticgang.environment import checkpoint_dir
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
 from elasticgang.gang import Gang, Gangs
 from elasticgang.gang.bans import Ban
-from elasticgang.layout import ParallelLayout, integer_from
+from elasticgang.integers import integer_from, required_integer
+from elasticgang.layout import ParallelLayout
 from elasticgang.member.driver import MemberDriver
 from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, SlotKeeper, StateServer
 from elasticgang.member.seat_state import BuildFunction, NameFunction, SeatState
@@ -397,6 +398,7 @@ class QuorumManager:
         rank drains (see `leave`).
 
         Raises:
+            ValueError: `num_steps` is not an integer.
             SystemExit: with code 0, on a rank that is a spare when the job finishes, or that SIGTERM has drained.
             OperationalError: 100 attempts in a row were lost, without progress of a heal in between. On a rank without
                 state: or 20 in which the ranks did not connect.
@@ -404,6 +406,7 @@ class QuorumManager:
             MismatchError: this rank comes without state, and what it has registered, built or wrapped is of another
                 form than that of the ranks with the same part of the model. Nothing of theirs has changed.
         """
+        num_steps = required_integer("num_steps", num_steps)
         driver, lifecycle, drain = self._driver, self._driver.lifecycle, self._rendezvous.drain
         if driver.reducers and not self._registered:
             raise InvalidOperationError(

@@ -11,6 +11,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from elasticgang.integers import required_integer
 from elasticgang.member.manager import Step
 from elasticgang.protocol.member_state import Share
 from elasticgang.protocol.sample_positions import BatchShape
@@ -109,10 +110,11 @@ class GlobalBatch:
         fetched ahead.
 
         Raises:
-            ValueError: a number is below 1, or `size` is not a multiple of `slot`.
+            ValueError: a number is not an integer, or below 1, or `size` is not a multiple of `slot`.
         """
-        check_sizes(num_samples=num_samples, size=size, slot=slot)
-        self.num_samples, self.size, self.slot, self.seed = num_samples, size, slot, seed
+        self.num_samples = required_integer("num_samples", num_samples, 1)
+        self.size, self.slot = sizes(size, slot)
+        self.seed = required_integer("seed", seed)
         self._sampler, self._is_tried = sampler, False
         self._start = (0, 0)  # a step, and the position of its first sample
         self._order = lru_cache(maxsize=2)(self._order_of)
@@ -225,13 +227,12 @@ class GlobalBatch:
         return torch.randperm(self.num_samples, generator=generator, device="cpu")
 
 
-def check_sizes(*, size: int, slot: int, **others: int) -> None:
-    """Raises ValueError: a number is below 1, or `size` is not a multiple of `slot`."""
-    for name, value in {**others, "size": size, "slot": slot}.items():
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
-    if size % slot:
-        raise ValueError(f"`size` must be a multiple of `slot` ({slot}), but is {size} instead.")
+def sizes(size: object, slot: object) -> tuple[int, int]:
+    """Raises ValueError: a number is not an integer, or below 1, or `size` is not a multiple of `slot`."""
+    of_batch, of_slot = required_integer("size", size, 1), required_integer("slot", slot, 1)
+    if of_batch % of_slot:
+        raise ValueError(f"`size` must be a multiple of `slot` ({of_slot}), but is {of_batch} instead.")
+    return of_batch, of_slot
 
 
 def numbers_of(num_slots: int, slot: int, share: Share) -> range:

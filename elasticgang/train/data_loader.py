@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from elasticgang.errors import OperationalError
+from elasticgang.integers import required_integer
 from elasticgang.member.manager import Step
 from elasticgang.train.data import GlobalBatch, Slot, Slots
 from elasticgang.train.data_worker import (
@@ -106,10 +107,10 @@ class DataLoader:
         generator that `worker_init_fn` makes is not: what it draws depends on the worker, and is other in every job.
 
         Raises:
-            ValueError: a number is too small, the dataset has another number of samples than `batches`, or there is no
-                such multiprocessing context.
+            ValueError: a number is too small, or not an integer, the dataset has another number of samples than
+                `batches`, or there is no such multiprocessing context.
         """
-        check_options(num_workers, prefetch, timeout)
+        num_workers, prefetch = worker_options(num_workers, prefetch, timeout)
         by_index = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
         if not (by_index or hasattr(dataset, "__getitems__")):
             raise ValueError(
@@ -188,13 +189,11 @@ class Closing:
             raise OperationalError(CLOSED)
 
 
-def check_options(num_workers: int, prefetch: int, timeout: float | None) -> None:
-    """Raises ValueError: a number is too small."""
-    for name, value in (("num_workers", num_workers), ("prefetch", prefetch)):
-        if value < 0:
-            raise ValueError(f"`{name}` must be at least 0, but is {value} instead.")
+def worker_options(num_workers: object, prefetch: object, timeout: float | None) -> tuple[int, int]:
+    """Raises ValueError: a number is too small, or not an integer."""
     if timeout is not None and not timeout > 0:
         raise ValueError(f"`timeout` must be greater than 0, but is {timeout} instead.")
+    return required_integer("num_workers", num_workers, 0), required_integer("prefetch", prefetch, 0)
 
 
 def _request(step_index: int, slot: Slot) -> Request:

@@ -23,10 +23,11 @@ import torch
 
 from elasticgang.errors import InvalidOperationError, OperationalError, StepAborted
 from elasticgang.gang import Gang
+from elasticgang.integers import required_integer
 from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.protocol.member_state import Share
-from elasticgang.train.data import Slot, Slots, check_sizes, mixed, numbers_of
-from elasticgang.train.data_loader import Closing, LoadedSlots, check_options
+from elasticgang.train.data import Slot, Slots, mixed, numbers_of, sizes
+from elasticgang.train.data_loader import Closing, LoadedSlots, worker_options
 from elasticgang.train.data_worker import Fetched, Request, WorkerOptions, context_of, fetch_here, timeouts
 from elasticgang.train.fetch_pool import FetchPool
 from elasticgang.train.prefetch import Key, divided
@@ -79,11 +80,13 @@ class StreamLoader:
         `DataLoader`.
 
         Raises:
-            ValueError: a number is too small, `size` is not a multiple of `slot`, or `num_splits` is not one of
-                `size // slot`; or there is no such multiprocessing context.
+            ValueError: a number is too small, or not an integer, `size` is not a multiple of `slot`, or `num_splits` is
+                not one of `size // slot`; or there is no such multiprocessing context.
         """
-        check_sizes(num_splits=num_splits, size=size, slot=slot)
-        check_options(num_workers, prefetch, timeout)
+        num_splits = required_integer("num_splits", num_splits, 1)
+        size, slot = sizes(size, slot)
+        seed = required_integer("seed", seed)
+        num_workers, prefetch = worker_options(num_workers, prefetch, timeout)
         if num_splits % (size // slot):  # STREAM-2
             raise ValueError(
                 f"`num_splits` must be a multiple of `size // slot` ({size // slot}), so that each slot of a step has "

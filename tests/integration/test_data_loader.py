@@ -510,6 +510,7 @@ def test_workers_are_initialised_by_their_number_and_end_with_the_loader(make: M
     [
         ({"num_workers": -1}, "`num_workers` must be at least 0, but is -1"),
         ({"prefetch": -1}, "`prefetch` must be at least 0, but is -1"),
+        ({"num_workers": 1.0}, "`num_workers` must be an integer, but is 1.0"),
         ({"timeout": 0.0}, "`timeout` must be greater than 0"),
     ],
 )

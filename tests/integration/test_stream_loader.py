@@ -321,9 +321,10 @@ def test_a_step_that_is_lost_reads_no_further_slots(monkeypatch: pytest.MonkeyPa
         ({"num_splits": 3}, r"`num_splits` must be a multiple of `size // slot` \(2\)"),
         ({"num_splits": 0}, "`num_splits` must be at least 1"),
         ({"size": 5}, r"`size` must be a multiple of `slot` \(2\)"),
+        ({"seed": 0.5}, "`seed` must be an integer, but is 0.5"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(options: dict[str, int], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Alone(Numbers, **options)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -190,13 +191,27 @@ def test_slots_are_a_sequence() -> None:
         ({"slot": 0}, "`slot` must be at least 1, but is 0 instead."),
         ({"slot": -2}, "`slot` must be at least 1, but is -2 instead."),
         ({"slot": 3}, "`size` must be a multiple of `slot` (3), but is 4 instead."),
+        ({"num_samples": 10.0}, "`num_samples` must be an integer, but is 10.0 instead."),
+        ({"size": "4"}, "`size` must be an integer, but is '4' instead."),
+        ({"slot": True}, "`slot` must be an integer, but is True instead."),
+        ({"seed": "0"}, "`seed` must be an integer, but is '0' instead."),
+        ({"seed": 0.5}, "`seed` must be an integer, but is 0.5 instead."),
     ],
 )
-def test_a_bad_size_is_refused_with_what_was_given(arguments: dict[str, int], complaint: str) -> None:
+def test_a_bad_size_is_refused_with_what_was_given(arguments: dict[str, object], complaint: str) -> None:
     given_arguments: dict[str, Any] = {"num_samples": 10, "size": 4, "slot": 2, **arguments}
     with pytest.raises(ValueError, match="must be") as refused:
         GlobalBatch(**given_arguments)
     assert str(refused.value) == complaint
+
+
+def test_integers_of_numpy_are_those_of_python() -> None:
+    """What ranks compare with each other, and write into checkpoints, is the same."""
+    given_numbers: dict[str, Any] = {"size": np.int32(4), "slot": np.int8(2), "seed": np.uint64(7)}
+    found = GlobalBatch(cast(int, np.int64(10)), **given_numbers)
+    numbers = (found.num_samples, found.size, found.slot, found.seed)
+    assert numbers == (10, 4, 2, 7)
+    assert {type(number) for number in numbers} == {int}
 
 
 def test_a_step_is_asked_for_nothing_but_its_index_its_place_its_share_and_what_is_kept() -> None:
