@@ -40,9 +40,16 @@ from scripts.demo_job.processes import ELASTICGANG
 MARK = "ELASTICGANG_TEST_JOB"  # the environment variable by which all processes of a command are found
 IN_NAMESPACE = ("ip", "netns", "exec")  # and its name: before a command that runs in that network namespace
 NOHUP = "nohup"  # before a command that ignores SIGHUP
+# And the host name that it gets: before a command that is process 1 of a container.
+CONTAINED = (
+    *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--uts"),
+    *("sh", "-c", 'mount -t tmpfs shm /dev/shm && hostname "$0" && exec "$@"'),
+)
 _NO_MARK = "0" * 32
 _NAMESPACES = "/run/netns"
 _CLONE_NEWNET = 0x40000000
+_CONTAINED_FLAGS = 0x20000000 | 0x20000 | 0x8000000 | 0x4000000  # CLONE_NEWPID, CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS
+_MS_REC, _MS_PRIVATE, _MS_OF_PROC = 0x4000, 0x40000, 0x2 | 0x4 | 0x8  # no set-uid bits, devices, programs
 _MAX_MESSAGE = 1 << 17
 _GUARD_S = 60.0  # as `support.DEADLINE_S`
 _EXTRA = (
@@ -132,15 +139,18 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
         signal_at_parent_death(signal.Signals(number))
     env: dict[str, str] = request["env"]
     words: list[str] = request["command"]
+    assert _mark_address is not None
+    ctypes.memmove(_mark_address, env[MARK].encode(), len(_NO_MARK))  # where /proc shows it, of forks too
     if tuple(words[:3]) == IN_NAMESPACE:
         _enter_namespace(words[3])
         words = words[4:]
+    if tuple(words[: len(CONTAINED)]) == CONTAINED:
+        name, *words = words[len(CONTAINED) :]
+        _enter_container(name)
     if words[0] == NOHUP:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         words = words[1:]
     _, *command = words
-    assert _mark_address is not None
-    ctypes.memmove(_mark_address, env[MARK].encode(), len(_NO_MARK))  # where /proc shows it, of forks too
     _set_environment(env)
     os.chdir(request["cwd"])
     for module in request["imports"]:
@@ -203,6 +213,28 @@ def _enter_namespace(name: str) -> None:
     with open(f"{_NAMESPACES}/{name}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"the network namespace {name} cannot be entered")
+
+
+def _enter_container(name: str) -> None:
+    """As `CONTAINED` does: returns in a child, which is process 1 there. This process waits for it, and ends as it
+    does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(failed: int) -> None:
+        if failed:
+            raise OSError(ctypes.get_errno(), f"no container for {name}")
+
+    check(libc.unshare(_CONTAINED_FLAGS))
+    if pid := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+    signal_at_parent_death(signal.SIGKILL)
+    check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+    check(libc.mount(b"proc", b"/proc", b"proc", _MS_OF_PROC, None))
+    check(libc.mount(b"shm", b"/dev/shm", b"tmpfs", 0, None))
+    socket.sethostname(name)
 
 
 def _set_environment(env: Mapping[str, str]) -> None:

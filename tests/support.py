@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import psutil
 
 from scripts.demo_job.driver import Tail
-from tests.preloaded import IN_NAMESPACE, MARK, NOHUP, PreloadedProcess
+from tests.preloaded import CONTAINED, IN_NAMESPACE, MARK, NOHUP, PreloadedProcess
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE_S = 180.0  # a guard against a hang; no test waits for it to pass
@@ -220,7 +220,11 @@ def run_preloaded(
 
 def can_be_forked(prefix: Sequence[str], program: Sequence[str]) -> bool:
     """Whether `PreloadedProcess` starts it as Python would."""
-    return tuple(program) == PROGRAM and (tuple(prefix) in ((), (NOHUP,)) or tuple(prefix[:-1]) == IN_NAMESPACE)
+    words = tuple(prefix)
+    for outer in (IN_NAMESPACE, CONTAINED):
+        if words[: len(outer)] == outer:
+            words = words[len(outer) + 1 :]  # and the name that follows
+    return tuple(program) == PROGRAM and words in ((), (NOHUP,))
 
 
 class Job(Command):

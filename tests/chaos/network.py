@@ -15,7 +15,7 @@ from types import TracebackType
 import psutil
 import pytest
 
-from tests.preloaded import IN_NAMESPACE
+from tests.preloaded import CONTAINED, IN_NAMESPACE
 
 
 class Network:
@@ -54,9 +54,7 @@ class Network:
     def contained(self, host: str) -> list[str]:
         """The beginning of a command that is process 1 of a container there: with process identifiers, shared memory,
         a host name and System V objects of its own, as `docker run` gives them. Skips the test where there are none."""
-        container = [*self.on(host), "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--uts"]
-        prepare = 'mount -t tmpfs shm /dev/shm && hostname "$0" && exec "$@"'
-        container += ["sh", "-c", prepare, host]
+        container = [*self.on(host), *CONTAINED, host]
         tried = subprocess.run([*container, "true"], capture_output=True, text=True, timeout=20)
         if tried.returncode:
             pytest.skip(f"containers are not permitted here: {tried.stderr.strip()}")
