@@ -38,15 +38,16 @@ _C = TypeVar("_C", bound="Command")
 
 
 def wait_until(condition: Callable[[], _T | None], what: str, deadline_s: float = DEADLINE_S) -> _T:
-    """The first result of `condition` that is true."""
-    deadline = time.monotonic() + deadline_s
+    """The first result of `condition` that is true. It is asked less often once it has lasted a second."""
+    began = time.monotonic()
+    deadline = began + deadline_s
     while True:
         result = condition()
         if result:
             return result
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {deadline_s:g} s")
-        time.sleep(0.005)
+        time.sleep(0.005 if time.monotonic() < began + 1.0 else 0.03)
 
 
 def is_alive(pid: int) -> bool:

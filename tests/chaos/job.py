@@ -322,7 +322,7 @@ class Holds:
                 self._note("join", manager, step)
             if manager.leave_requested:
                 self._note("leave", manager, step)
-            time.sleep(0.002)
+            time.sleep(0.01)
 
     def _note(self, what: str, manager: eg.QuorumManager, step: int) -> None:
         (self._directory / f"{what}-{step}-{manager.member.replace('/', '-')}").touch()
