@@ -261,6 +261,7 @@ def main() -> None:
     parser.add_argument("--adds", action="store_true", help="FSDP2 adds the slots' gradients, and reduces in the last")
     parser.add_argument("--evaluates", action="store_true", help="also before and behind the slots of each step")
     parser.add_argument("--sums", action="store_true", help="use the gang sdp within each slot, before its backward")
+    parser.add_argument("--write-parameters", action="store_true", help="after each step, not only at the end")
     parser.add_argument("--active", type=int, help="of the ranks, without the spares")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--faults", type=json.loads, default=[])
@@ -305,6 +306,13 @@ def main() -> None:
     samples, targets = data()
     faults.at("joined")
 
+    def parameters(stage: int) -> dict[str, list[float]]:
+        return {
+            f"{block}.{name}": local(value).flatten().tolist()
+            for block, module in zip(blocks_of(stage, layout.pp), state.model.module, strict=True)
+            for name, value in module.named_parameters()
+        }
+
     for step in manager.steps(args.steps):
         with step:
             faults.at("step")
@@ -348,16 +356,12 @@ def main() -> None:
             history.write("prepared", step=step.index, generation=step.generation, **share)
             if state.optim.step(weight=slots.num_samples, max_norm=MAX_NORM):
                 assert manager.tip is not None
-                history.write("committed", step=step.index, generation=manager.tip.generation, seat=seat)
+                written = {"parameters": parameters(seat[0])} if args.write_parameters else {}
+                history.write("committed", step=step.index, generation=manager.tip.generation, seat=seat, **written)
 
-    parameters = {
-        f"{block}.{name}": local(value).flatten().tolist()
-        for block, module in zip(blocks_of(seat[0], layout.pp), state.model.module, strict=True)
-        for name, value in module.named_parameters()
-    }
     digest = digest_of(locally(state.model.state_dict()), locally(state.optim.state_dict()))
     counted = [int(block.steps) for block in state.model.module]
-    history.write("finished", digest=digest, seat=seat, parameters=parameters, steps=counted)
+    history.write("finished", digest=digest, seat=seat, parameters=parameters(seat[0]), steps=counted)
     faults.at("finished")
 
 

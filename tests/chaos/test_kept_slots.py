@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.chaos import sharded
-from tests.chaos.sharded import Line, Reference, Sizes
-from tests.chaos.test_kills import Fault, at, soon
+from tests.chaos.sharded import Line, Reference, Sizes, steps_for
+from tests.chaos.test_kills import BACK, Fault, at, soon
 from tests.chaos.test_reproducible import parts_of
 from tests.exhaustive import always_without, exhaustive
 
@@ -42,13 +42,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return sharded.reference_in(tmp_path_factory.mktemp("reference"))
 
 
-def check_slots(directory: Path, sizes: Sizes) -> None:
+def check_slots(directory: Path, sizes: Sizes, steps: int) -> None:
     """RULE-5 by slots, in each part of the model; and what the groups that stay whole compute again."""
     found = sharded.histories(directory)
     committed = {
         line["step"]: line["generation"] for line in itertools.chain(*found.values()) if line["kind"] == "committed"
     }
-    assert sorted(committed) == list(range(sharded.NUM_STEPS))
+    assert sorted(committed) == list(range(steps))
     taken: defaultdict[tuple[int, int, int], Counter[int]] = defaultdict(Counter)
     for lines in found.values():
         prepared = {(line["step"], line["generation"]): line for line in lines if line["kind"] == "prepared"}
@@ -58,7 +58,7 @@ def check_slots(directory: Path, sizes: Sizes) -> None:
                 taken[step, pp, tp].update(line["slots"])
     for step, pp, tp in itertools.product(committed, range(sizes.pp), range(sizes.tp)):
         assert taken[step, pp, tp] == Counter(range(NUM_SLOTS)), f"step {step}, pp {pp}, tp {tp}"
-    for step in range(1, sharded.NUM_STEPS):  # DIVISION-5: not step 0
+    for step in range(1, steps):  # DIVISION-5: not step 0
         check_computed_once(found, step, sizes)
 
 
@@ -97,7 +97,7 @@ def test_whole_groups_keep_the_sums_of_their_slots(name: str, tmp_path: Path, re
     sizes = Sizes(active=4, **LAYOUTS[name])
     job = sharded.run(tmp_path, sizes, FAULTS, options=KEPT)
     sharded.check(job, sizes, FAULTS, reference)
-    check_slots(tmp_path, sizes)
+    check_slots(tmp_path, sizes, steps_for(FAULTS))
     kept = kept_slots(tmp_path)
     assert sum(map(sum, kept.values())) >= 8, kept
 
@@ -106,10 +106,10 @@ def test_whole_groups_keep_the_sums_of_their_slots(name: str, tmp_path: Path, re
 @pytest.mark.parametrize("name", always_without(LAYOUTS, {"tp=2", "sdp=2 by FSDP2"}))
 def test_kept_parts_leave_no_trace_in_the_bits(name: str, tmp_path: Path) -> None:
     """One group alone keeps nothing, and has the same slots."""
-    options = ("--reduction", "reproducible", "--slot", "1")
-    alone = parts_of(tmp_path / "alone", LAYOUTS[name], 1, 2, [], *options)
-    assert parts_of(tmp_path / "two", LAYOUTS[name], 2, 2, FAULTS, *options, "--keep") == alone
-    check_slots(tmp_path / "two", Sizes(active=4, **LAYOUTS[name]))
+    options, steps = ("--reduction", "reproducible", "--slot", "1"), steps_for(FAULTS)
+    alone = parts_of(tmp_path / "alone", LAYOUTS[name], 1, 2, [], *options, steps=steps)
+    assert parts_of(tmp_path / "two", LAYOUTS[name], 2, 2, FAULTS, *options, "--keep", steps=steps) == alone
+    check_slots(tmp_path / "two", Sizes(active=4, **LAYOUTS[name]), steps)
     kept = kept_slots(tmp_path / "two")
     assert sum(map(sum, kept.values())) >= 8, kept
 
@@ -121,6 +121,7 @@ SCHEDULE_FAULTS: list[Fault] = [
     at("slot", 1, slots=18, step=2),
     at("slot", 2, slots=18, step=5),
     at("slot", 0, "comm", slots=20, step=8),
+    BACK,
 ]
 
 
@@ -136,8 +137,8 @@ def test_stages_of_a_schedule_keep_the_gradients_of_their_slots(tmp_path: Path, 
 
 OTHER_GROUPS: dict[str, list[Fault]] = {
     # Rank 1 and rank 2 are of different groups, and have different columns: those that are left form a group.
-    "a group of ranks of two groups": [at("slot", 1, [1, 2], slots=6, step=2), at("body", 0, [0, 3], slots=6)],
-    "a spare in a group": [at("slot", 1, slots=8, step=2), at("slot", 2, slots=8), soon("healing", None)],
+    "a group of ranks of two groups": [at("slot", 1, [1, 2], slots=6, step=2), at("body", 0, [0, 3], slots=6), BACK],
+    "a spare in a group": [at("slot", 1, slots=8, step=2), at("slot", 2, slots=8), soon("healing", None), BACK],
 }
 
 
@@ -158,4 +159,4 @@ def test_a_group_with_another_rank_computes_its_slots(
     faults = OTHER_GROUPS[name]
     job = sharded.run(tmp_path, sizes, faults, options=(*KEPT, "--reduction", reduction))
     sharded.check(job, sizes, faults, reference)
-    check_slots(tmp_path, sizes)
+    check_slots(tmp_path, sizes, steps_for(faults))

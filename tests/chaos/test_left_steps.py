@@ -25,7 +25,7 @@ def test_gradients_that_fully_shard_adds_are_forgotten_with_a_lost_step(tmp_path
     have done at least three."""
     sizes, faults = Sizes(active=4, sdp=2, fsdp=True), [at("slot", 1, slots=3, step=2), at("slot", 2, "comm", slots=3)]
     job = sharded.run(tmp_path, sizes, faults, steps=NUM_STEPS, options=["--adds", "--slot", "1"])
-    sharded.check(job, sizes, faults, reference)
+    sharded.check(job, sizes, faults, reference, steps=NUM_STEPS)
 
 
 # SHARDED-5
@@ -36,7 +36,7 @@ def test_gradients_that_a_sharded_stage_adds_are_forgotten_with_a_lost_step(
     sizes, faults = Sizes(active=4, pp=2, sdp=2, fsdp=True), [at("slot", 0, "comm", step=2), at("slot", 3, "comm")]
     options = ["--schedule", "--sums", "--slot", "1"]
     job = sharded.run(tmp_path, sizes, faults, steps=NUM_STEPS, options=options)
-    sharded.check(job, sizes, faults, reference)
+    sharded.check(job, sizes, faults, reference, steps=NUM_STEPS)
 
 
 # SHARDED-6
@@ -45,7 +45,7 @@ def test_the_order_of_a_forward_is_forgotten_with_a_lost_step(tmp_path: Path, re
     rank beside it has had no forward."""
     sizes, faults = Sizes(active=4, sdp=2, fsdp=True), [at("forward", 1, step=2), BACK]
     job = sharded.run(tmp_path, sizes, faults, steps=NUM_STEPS, options=["--sums"])
-    sharded.check(job, sizes, faults, reference)
+    sharded.check(job, sizes, faults, reference, steps=NUM_STEPS)
     assert "timed out" not in job.stderr
 
 
@@ -54,5 +54,5 @@ def test_an_evaluation_in_each_step_changes_nothing_when_a_rank_heals(tmp_path: 
     """It gathers the root's parameters from before the heal, or from before the update, and no backward follows it."""
     sizes, faults = Sizes(active=4, sdp=2, fsdp=True), [at("forward", 1, step=1), at("body", 2)]
     job = sharded.run(tmp_path, sizes, faults, steps=NUM_STEPS, options=["--evaluates"])
-    sharded.check(job, sizes, faults, reference)
+    sharded.check(job, sizes, faults, reference, steps=NUM_STEPS)
     assert "timed out" not in job.stderr

@@ -13,31 +13,32 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.sharded import Reference, Sizes, check, histories, moved, reference_in, run
-from tests.chaos.test_kills import at, soon
+from tests.chaos.sharded import Reference, Sizes, check, histories, moved, reference_in, run, steps_for
+from tests.chaos.test_kills import BACK, at, soon
 from tests.support import Job
 
 PAIRS = Sizes(active=4, spares=1, tp=2)  # at first, ranks 0 and 1 are one replica group, 2 and 3 the other
-LAST = 19
+
+ONE_IN_THE_LAST = [at("votes_received", 0, step=steps_for([{}]) - 1)]
 
 Scenario = tuple[Sizes, list[dict[str, Any]]]
 
 SCENARIOS: dict[str, Scenario] = {
     "eight ranks in pairs, without a spare": (
         Sizes(active=8, tp=2),
-        [at("forward", 3, without=True), at("votes_received", 0)],
+        [at("forward", 3, without=True), at("votes_received", 0), BACK],
     ),
     "stages, and a spare": (
         Sizes(active=4, spares=1, pp=2),
-        [at("forward", 0), at("forward", 3), at("votes_received", 1)],
+        [at("forward", 0), at("forward", 3), at("votes_received", 1), BACK],
     ),
     "shards, and a spare": (
         Sizes(active=4, spares=1, sdp=2),
-        [at("forward", 3), at("totals_received", 0), at("applied", 1)],
+        [at("forward", 3), at("totals_received", 0), at("applied", 1), BACK],
     ),
     "shards by FSDP2, and a spare": (
         Sizes(active=4, spares=1, sdp=2, fsdp=True),
-        [at("forward", 3), at("votes_received", 0), at("forward", None), at("applied", None)],
+        [at("forward", 3), at("votes_received", 0), at("forward", None), at("applied", None), BACK],
     ),
     "in doubt: one of a pair": (
         PAIRS,
@@ -48,6 +49,7 @@ SCENARIOS: dict[str, Scenario] = {
             at("torn", 4),
             at("applied", 0),
             at("votes_received", None),
+            BACK,
         ],
     ),
     "in doubt: both of a pair, and one of each": (
@@ -56,6 +58,7 @@ SCENARIOS: dict[str, Scenario] = {
             at("votes_received", 0, [0, 1]),
             at("votes_received", 4),
             at("totals_received", 2, [2, 3]),  # 4 was the spare, and 2 and 3 stay a pair
+            BACK,
         ],
     ),
     "in doubt: comm processes": (
@@ -65,6 +68,7 @@ SCENARIOS: dict[str, Scenario] = {
             at("totals_received", 1, "comms"),
             at("votes_received", 3, "comms"),
             at("applied", 2, "comm"),
+            BACK,
         ],
     ),
     "while the spare takes the seat": (
@@ -80,10 +84,11 @@ SCENARIOS: dict[str, Scenario] = {
             soon("configuring", None),
             at("body", None),
             soon("serving", None),
+            BACK,
         ],
     ),
-    "in the last step": (PAIRS, [at("votes_received", 0, step=LAST)]),
-    "before the first step": (PAIRS, [soon("forward", 0, [0, 2], step=0)]),
+    "in the last step": (PAIRS, ONE_IN_THE_LAST),
+    "before the first step": (PAIRS, [soon("forward", 0, [0, 2], step=0), BACK]),
 }
 
 pytestmark = pytest.mark.alone
@@ -128,7 +133,7 @@ def test_without_a_spare_a_pair_is_given_up_until_the_next_join_fills_the_hole(
 
 def test_what_is_left_of_two_pairs_makes_one_and_nobody_heals(tmp_path: Path, reference: Reference) -> None:
     """Ranks 1 and 2 have the model between them, and what they keep is what they held."""
-    sizes, faults = Sizes(active=4, tp=2), [at("body", 0, [0, 3], without=True)]
+    sizes, faults = Sizes(active=4, tp=2), [at("body", 0, [0, 3], without=True), BACK]
     job = run(tmp_path, sizes, faults)
     check(job, sizes, faults, reference)
     after = [event for event in job.events() if event["event"] == "generation"][1]
@@ -139,7 +144,7 @@ def test_where_no_replica_group_is_whole_the_spares_heal_before_the_next_step(
     tmp_path: Path, reference: Reference
 ) -> None:
     """The first stage of one dies and the last of the other: nobody has slots until the spares have healed."""
-    sizes, faults = Sizes(active=4, spares=2, pp=2), [at("body", 0, [0, 3])]
+    sizes, faults = Sizes(active=4, spares=2, pp=2), [at("body", 0, [0, 3]), BACK]
     job = run(tmp_path, sizes, faults)
     check(job, sizes, faults, reference)
     after = [event for event in job.events() if event["event"] == "generation"][1]
@@ -149,7 +154,7 @@ def test_where_no_replica_group_is_whole_the_spares_heal_before_the_next_step(
 
 def test_who_moves_to_another_part_of_the_model_builds_and_heals_it(tmp_path: Path, reference: Reference) -> None:
     """Of three pairs, two first halves die: one of the second halves that are left takes one's place."""
-    sizes, faults = Sizes(active=6, tp=2), [at("body", 0, [0, 2], without=True)]
+    sizes, faults = Sizes(active=6, tp=2), [at("body", 0, [0, 2], without=True), BACK]
     check(run(tmp_path, sizes, faults), sizes, faults, reference)
     built = [[line["part"] for line in lines if line["kind"] == "built"] for lines in histories(tmp_path).values()]
     assert [[0, 0, 1], [0, 0, 0]] in built
@@ -162,12 +167,12 @@ def test_when_all_that_hold_a_part_die_the_job_ends_and_says_so(tmp_path: Path) 
     assert "the job's state is lost: no live member holds step 3" in job.stderr
 
 
-def test_stages_shards_and_pairs_together(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_stages_shards_and_pairs_together(tmp_path: Path, reference: Reference) -> None:
     """Two replica groups of eight, and a spare. A few steps: these are 36 processes."""
     steps = 6
     sizes, faults = Sizes(active=16, spares=1, pp=2, sdp=2, tp=2), [at("forward", 5), at("votes_received", 9)]
     job = run(tmp_path, sizes, faults, steps=steps)
-    check(job, sizes, faults, reference_in(tmp_path_factory.mktemp("reference"), steps))
+    check(job, sizes, faults, reference, steps=steps)
     assert moved(histories(tmp_path)) == []
 
 

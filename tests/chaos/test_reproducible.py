@@ -102,7 +102,7 @@ def parts_of(
     unit: int,
     faults: list[Fault],
     *options: str,
-    steps: int = sharded.NUM_STEPS,
+    steps: int,
 ) -> dict[tuple[int, int, int], set[str]]:
     """The digests that the ranks have ended with, by model coordinates."""
     sizes = Sizes(active=num_groups * unit, **layout)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def test_kills_leave_no_trace_in_the_bits_of_shards(sdp: int, tmp_path: Path) ->
     """Two groups, at all places of a step, end in the bits of one rank that holds the whole model."""
 
     def whole(directory: Path, sizes: Sizes, faults: list[Fault]) -> dict[str, list[float]]:
-        job = sharded.run(directory, sizes, faults, options=("--reduction", "reproducible"))
+        job = sharded.run(directory, sizes, faults, steps=steps, options=("--reduction", "reproducible"))
         assert job.process.returncode == 0, job.stderr
         assert len(list(directory.glob("fired-*"))) == len(faults)
         parts: dict[tuple[int, int, int], dict[str, list[float]]] = {}
@@ -149,6 +149,7 @@ def test_kills_leave_no_trace_in_the_bits_of_shards(sdp: int, tmp_path: Path) ->
         return whole_parameters(parts)
 
     kills = [at("forward", 0), at("totals_received", 1), at("votes_received", 0), at("torn", 1), at("applied", sdp)]
+    steps = sharded.steps_for([*kills, {}])
     alone = whole(tmp_path / "alone", Sizes(active=1), [])
     assert whole(tmp_path / "two", Sizes(active=2 * sdp, sdp=sdp, fsdp=True), kills) == alone
 
