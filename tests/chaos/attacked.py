@@ -27,7 +27,7 @@ JOB_ID = "job"
 _GUARD_S = 60.0
 _MORE_STEPS = 5
 _SETUP = 'steps = open(here / f"steps-{os.getpid()}", "a", buffering=1)'
-_BODY = "time.sleep(0.01); print(step.index, step.generation, file=steps)"
+_BODY = "time.sleep(0.04); print(step.index, step.generation, file=steps)"
 
 
 def connect(port: int, sent: bytes = b"") -> socket.socket:
@@ -188,10 +188,12 @@ class AttackedJob:
 
     def make_steps(self) -> None:
         for agent in self.agents:
-            path = agent.directory / f"steps-{agent.rank_pid(0)}"
-            wait_until(path.exists, f"{path}")
-            num = len(self.steps(agent))
-            wait_until(lambda agent=agent, num=num: len(self.steps(agent)) > num + _MORE_STEPS, "further steps")  # type: ignore[misc]
+            wait_until((agent.directory / f"steps-{agent.rank_pid(0)}").exists, "its first step")
+        most = [len(self.steps(agent)) + _MORE_STEPS for agent in self.agents]
+        wait_until(
+            lambda: all(len(self.steps(agent)) > num for agent, num in zip(self.agents, most, strict=True)),
+            "further steps",
+        )
 
     @contextlib.contextmanager
     def unharmed(self, most_bytes: int) -> Iterator[None]:
