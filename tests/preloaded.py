@@ -7,7 +7,8 @@ torch is there, nor another that an agent does not import: what it imports besid
 
 An agent that a preloaded command starts (`scripts/demo` does) is forked from that command's fork server, and so needs
 no import of torch either. It ends with its parent, as `scripts.demo_job.processes` has it, in a process group instead
-of a session of its own.
+of a session of its own. Python scripts and modules that it starts (`torch.distributed.run` does) are forked from there
+too, and end with it.
 
 What starts while modules are imported, and what an agent takes, is tested with `Job(..., fresh=True)`.
 """
@@ -106,7 +107,8 @@ def _start(process: Any, command: Sequence[str], given: Sequence[Any], **request
     request |= {"command": list(command), "cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ)}
     with _as_subreaper():
         name = "python" if _is_agent(command[1:]) else "eg-test"
-        spawned = _server().spawn(f"{__name__}:run", request, fds=(stdin,), stdio=(stdout, stderr), name=name)
+        own = [given if given >= 0 else number for number, given in enumerate((stdin, stdout, stderr))]
+        spawned = _server().spawn(f"{__name__}:run", request, fds=own[:1], stdio=own[1:], name=name)
     os.close(spawned.pidfd)
     _created(process, spawned.pid, files)
 
@@ -175,6 +177,22 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
 
 def _is_agent(command: Sequence[str]) -> bool:
     return list(command[:2]) == ["-m", "elasticgang"]
+
+
+def _is_python_program(command: object) -> bool:
+    """Python and a script, or `-m` and a module; maybe with `-u` before."""
+    if not isinstance(command, (list, tuple)) or command[0] != sys.executable:
+        return False
+    first = command[2 if command[1] == "-u" else 1]
+    return bool(first == "-m" or first.endswith(".py"))
+
+
+def _can_fork(given: Sequence[Any]) -> bool:
+    """Whether this process has a fork server with torch, or was offered one, and `Popen` was asked for no more than
+    `_start` does."""
+    _, preexec_fn, _, pass_fds, _, env, *_ = given
+    has_server = os.getpid() in _offered or os.getpid() in _servers
+    return has_server and "torch" in sys.modules and MARK in (env or os.environ) and not (preexec_fn or pass_fds)
 
 
 def _run_agent(arguments: list[str]) -> NoReturn:
@@ -288,6 +306,10 @@ class _OfferedProcess(subprocess.Popen[Any]):
         if isinstance(args, list) and args[0] == str(ELASTICGANG) and args[1] == "run" and "torch" in sys.modules:
             command = [sys.executable, "-m", "elasticgang", *args[1:]]
             _start(self, command, given, imports=_imported, parent_death=signal.SIGTERM)
+            return
+        if _is_python_program(args) and _can_fork(given):
+            program = [word for number, word in enumerate(args) if (number, word) != (1, "-u")]
+            _start(self, program, given, imports=_imported)
             return
         offered = (
             _offered.pop(os.getpid(), None) if isinstance(args, list) and forkserver.__name__ in args[3:4] else None

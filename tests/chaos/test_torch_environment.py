@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import REPOSITORY, Job, run_preloaded
+from tests.support import Job, run_preloaded
 
 DEADLINE_S = 120
 
@@ -296,13 +295,7 @@ def test_a_default_group_of_the_script_stays_and_one_line_says_that_it_does_not_
 def test_a_script_that_joins_under_torchrun_is_refused(tmp_path: Path) -> None:
     text = "    manager = eg.join()\n"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(script(tmp_path, text)), str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = run_preloaded([*command, str(script(tmp_path, text)), str(tmp_path)])
     assert done.returncode != 0
     assert "WORLD_SIZE is 2, but `elasticgang run` did not start this process as a rank" in done.stderr
 

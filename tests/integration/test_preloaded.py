@@ -133,3 +133,27 @@ def test_an_agent_that_a_program_starts_is_its_child_and_ends_with_it(tmp_path: 
         assert wait_until(lambda: process.stdout, "what the program prints") == f"{process.process.pid} {agent}\n"
         process.process.kill()
         process.assert_nothing_left()
+
+
+PROGRAM = """
+import subprocess, sys
+import torch
+
+done = subprocess.run([sys.executable, "-u", sys.argv[1], "a", "b"], stdin=subprocess.DEVNULL)
+print("ended with", done.returncode, flush=True)
+"""
+PART = """
+import os, sys
+has_torch = "torch" in sys.modules
+print(__name__, sys.argv[1:], has_torch, os.getppid(), flush=True)
+sys.exit(3)
+"""
+
+
+def test_a_script_that_a_program_starts_is_its_child_and_has_torch(tmp_path: Path) -> None:
+    (tmp_path / "program").mkdir()
+    command = [sys.executable, str(script(tmp_path / "program", PROGRAM)), str(script(tmp_path, PART))]
+    with Command(tmp_path / "folder", command, preloaded=True) as process:
+        assert process.wait() == 0, process.stderr
+        assert process.stdout == f"__main__ ['a', 'b'] True {process.process.pid}\nended with 3\n"
+        process.assert_nothing_left()
