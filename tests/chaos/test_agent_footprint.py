@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,7 +21,6 @@ _MOST_RSS_BYTES = 40_000_000
 # That each has written to, as `scripts/bench memory` shows it.
 _MOST_MB = {"coordinator": 5.3, "comm": 6.0, "forkserver": 4.0, "rank": 17.0}
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_HELD = 'time.sleep(0.01); (here / f"at-{rank}").write_text(f"{step}\\n")'
 _AFTER_100 = """
                 if step.index == 100:
                     (here / f"at-{rank}").write_text("\\n")
@@ -38,37 +38,41 @@ def with_libraries(pid: int) -> list[str]:
     return sorted(name for name in mapped(pid) if name.startswith(_LIBRARIES))
 
 
-@pytest.mark.timeout(240)
-def test_the_agent_of_a_running_job_has_no_torch(tmp_path: Path) -> None:
-    """Through a restart too. A rank has torch, so that the test can tell."""
-    with Job(tmp_path, training(tmp_path, steps=100_000, body=_HELD), fresh=True) as job:
-        job.expect_file(tmp_path / "at-0")
-        job.expect("entered", local_rank=1)  # it may not have said so when rank 0 is in its step
-        psutil.Process(job.rank_pid(1)).kill()
-        job.expect("entered", local_rank=1, count=2)
-        agent = job.process.pid
-        assert with_libraries(job.rank_pid(0)) != []
-        assert with_libraries(agent) == []
-        assert psutil.Process(agent).memory_info().rss < _MOST_RSS_BYTES
-        listening = [each for each in job.coordinator().net_connections() if each.status == psutil.CONN_LISTEN]
-        assert len(listening) == 1  # for sessions: rendezvous keys go by them
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Both ranks have done 100 steps, undisturbed."""
+    directory = tmp_path_factory.mktemp("job")
+    with Job(directory, training(directory, steps=100_000, body=_AFTER_100), fresh=True) as started:
+        for rank in range(2):
+            started.expect_file(directory / f"at-{rank}")
+        yield started
 
 
 @pytest.mark.skipif(
     _HUGE_PAGES.exists() and "[always]" in _HUGE_PAGES.read_text(), reason="the first byte of a page takes 2 MB here"
 )
 @pytest.mark.timeout(240)
-def test_each_process_has_little_memory_to_itself(tmp_path: Path) -> None:
+def test_each_process_has_little_memory_to_itself(job: Job) -> None:
     """Python takes memory unseen: a module that each rank imports anew, or blocks that are free in shared pages."""
-    with Job(tmp_path, training(tmp_path, steps=100_000, body=_AFTER_100), fresh=True) as job:
-        for rank in range(2):
-            job.expect_file(tmp_path / f"at-{rank}")
-        most = defaultdict[str, float](float)
-        for process in psutil.Process(job.process.pid).children(recursive=True):
-            kind = process.name().removeprefix("eg-").split("-")[0]
-            most[kind] = max(most[kind], private_dirty(process.pid) / 1e6)
+    most = defaultdict[str, float](float)
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        kind = process.name().removeprefix("eg-").split("-")[0]
+        most[kind] = max(most[kind], private_dirty(process.pid) / 1e6)
     assert {kind: mb for kind, mb in most.items() if mb > _MOST_MB.get(kind, 0)} == {}
     assert sorted(most) == sorted(_MOST_MB)
+
+
+@pytest.mark.timeout(240)
+def test_the_agent_of_a_running_job_has_no_torch(job: Job) -> None:
+    """Through a restart too. A rank has torch, so that the test can tell."""
+    psutil.Process(job.rank_pid(1)).kill()
+    job.expect("entered", local_rank=1, count=2)
+    agent = job.process.pid
+    assert with_libraries(job.rank_pid(0)) != []
+    assert with_libraries(agent) == []
+    assert psutil.Process(agent).memory_info().rss < _MOST_RSS_BYTES
+    listening = [each for each in job.coordinator().net_connections() if each.status == psutil.CONN_LISTEN]
+    assert len(listening) == 1  # for sessions: rendezvous keys go by them
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["run", "--help"], ["run", "no-such-script.py"]])
