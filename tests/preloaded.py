@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -154,6 +155,7 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
         words = words[1:]
     _, *command = words
     _set_environment(env)
+    tempfile.tempdir = None  # looked up again, in this environment
     os.chdir(request["cwd"])
     for module in request["imports"]:
         importlib.import_module(module)

@@ -32,7 +32,7 @@ def test_no_socket_of_a_worker_outlives_its_rank_nor_its_agent(tmp_path: Path) -
     path = training(tmp_path, steps=10**9, setup=_SETUP, body=_BODY)
     with TemporaryDirectory() as short:  # the path of a socket has 107 bytes at most
         here, env = Path(short), {"TMPDIR": short}
-        with Job(tmp_path / "killed", path, ranks=2, env=env, fresh=True) as job:
+        with Job(tmp_path / "killed", path, ranks=2, env=env) as job:
             wait_until(lambda: len(sockets(here)) >= 4, "the sockets of four workers")
             first = sockets(here)
             kill(job.rank_pid(1))
@@ -43,7 +43,7 @@ def test_no_socket_of_a_worker_outlives_its_rank_nor_its_agent(tmp_path: Path) -
             job.process.wait()
             job.assert_nothing_left()
         assert sockets(here)
-        with Job(tmp_path / "next", path, ranks=2, env=env, fresh=True) as job:
+        with Job(tmp_path / "next", path, ranks=2, env=env) as job:
             wait_until(lambda: len(sockets(here)) >= 4 and not set(first) & set(sockets(here)), "the next job's")
             (tmp_path / "over").touch()
             assert job.wait() == 0, job.stderr
