@@ -35,7 +35,9 @@ def test_the_block_on_process_groups_runs(tmp_path: Path) -> None:
     with contextlib.ExitStack() as started:
         env = {"PORT": str(started.enter_context(reserved_port())), "REPORTS": str(tmp_path)}
         ranks = [
-            started.enter_context(Command(tmp_path / str(rank), [*command, str(rank), str(size)], env=env))
+            started.enter_context(
+                Command(tmp_path / str(rank), [*command, str(rank), str(size)], env=env, preloaded=True)
+            )
             for rank in range(size)
         ]
         for rank, each in enumerate(ranks):
