@@ -6,6 +6,7 @@ An object stands under the first of `MODULES` that exports it.
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -55,8 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+@functools.cache
 def reference() -> str:
-    """The whole page."""
+    """The whole page, as the sources were at the first call."""
     package = griffe.load("elasticgang", search_paths=[ROOT], docstring_parser="google", allow_inspection=False)
     exported = _exports(package)
     lines = [HEADER]
