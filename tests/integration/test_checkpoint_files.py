@@ -31,8 +31,11 @@ from elasticgang.checkpoint.plan import directory_name
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
 from tests.integration import checkpoint_writer
-from tests.support import DEADLINE_S, REPOSITORY
+from tests.preloaded import PreloadedProcess
+from tests.support import DEADLINE_S, REPOSITORY, environment, run_preloaded
 
+COMMAND_LINE = [sys.executable, "-m", "elasticgang"]
+EXPORT = [sys.executable, "-m", "elasticgang.checkpoint.export"]  # what `elasticgang export` starts
 WRITER = [sys.executable, "-m", "tests.integration.checkpoint_writer"]
 
 
@@ -288,12 +291,14 @@ def test_the_weights_are_exported(tmp_path: Path, suffix: str) -> None:
         export(tmp_path, output, "other")
 
 
-def on_terminal(*arguments: str) -> str:
+def on_terminal(command: list[str], *, preloaded: bool) -> str:
     """What a command writes to its standard error, which is a terminal."""
     ours, theirs = pty.openpty()
+    start = PreloadedProcess if preloaded else subprocess.Popen
+    null = subprocess.DEVNULL
     try:
-        command = [sys.executable, "-m", "elasticgang", *arguments]
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=theirs, timeout=DEADLINE_S, check=True)
+        with start(command, stdin=null, stdout=null, stderr=theirs, env=environment()) as process:
+            assert process.wait(DEADLINE_S) == 0
     finally:
         os.close(theirs)
     drawn = b""
@@ -306,12 +311,12 @@ def on_terminal(*arguments: str) -> str:
 def test_a_terminal_shows_the_progress_of_an_export_and_of_a_verification(tmp_path: Path) -> None:
     checkpoint_writer.save(tmp_path, 10)
     name = checkpoint_writer.directory(10)
-    for arguments, what in (
-        (("checkpoints", str(tmp_path), "--verify"), name),
-        (("export", str(tmp_path), str(tmp_path / "weights.pt")), "weights.pt"),
-        (("export", str(tmp_path), str(tmp_path / "weights.safetensors")), "weights.safetensors"),
+    for command, what in (
+        ([*COMMAND_LINE, "checkpoints", str(tmp_path), "--verify"], name),
+        ([*COMMAND_LINE, "export", str(tmp_path), str(tmp_path / "weights.pt")], "weights.pt"),
+        ([*EXPORT, str(tmp_path), str(tmp_path / "weights.safetensors")], "weights.safetensors"),
     ):
-        drawn = on_terminal(*arguments).split("\r\x1b[K")
+        drawn = on_terminal(command, preloaded="elasticgang.checkpoint.export" in command).split("\r\x1b[K")
         assert drawn[1].startswith(f"{what}: [..............................] 0 % of ")
         assert (drawn[0], drawn[-1]) == ("", ""), "it is erased"
 
@@ -363,9 +368,11 @@ def test_an_output_that_cannot_be_written_is_an_error_that_says_why(tmp_path: Pa
     checkpoint_writer.save(tmp_path, 10)
     missing, file = str(tmp_path / "missing" / f"weights{suffix}"), tmp_path / f"weights{suffix}"
     file.write_text("before")
-    for output, limit, told in ((missing, "", "No such file"), (str(file), "ulimit -f 0; ", "File too large")):
-        command = f"trap '' XFSZ; {limit}exec {sys.executable} -m elasticgang export {tmp_path} {output}"
-        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    on_a_full_disk = f"trap '' XFSZ; ulimit -f 0; exec {' '.join(COMMAND_LINE)} export {tmp_path} {file}"
+    for done, told in (
+        (run_preloaded([*EXPORT, str(tmp_path), missing]), "No such file"),
+        (subprocess.run(["sh", "-c", on_a_full_disk], capture_output=True, text=True), "File too large"),
+    ):
         assert done.returncode == 1
         assert done.stderr.startswith("elasticgang: error: ")
         assert told in done.stderr

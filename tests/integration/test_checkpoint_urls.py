@@ -28,7 +28,7 @@ from elasticgang.launch.cli import main
 from tests.integration import checkpoint_writer
 from tests.integration.checkpoint_writer import directory
 from tests.integration.saving import Rank, same
-from tests.support import DEADLINE_S, REPOSITORY
+from tests.support import DEADLINE_S, REPOSITORY, run_preloaded
 
 SHARDS = ["shard-0-0-0-00000.safetensors", "shard-0-0-0-00001.safetensors"]
 
@@ -346,20 +346,25 @@ def test_the_commands_take_a_url(tmp_path: Path) -> None:
     url = url_of(tmp_path)
     checkpoint_writer.save(url, 10)
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "elasticgang", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
-    (line,) = run("checkpoints", url, "--verify").splitlines()
+    (line,) = run("checkpoints", url, "--verify").stdout.splitlines()
     assert line.startswith(f"{directory(10)}  step 10  ")
     assert line.endswith("every digest matches")
-    for source in (url, f"{url}/{directory(10)}"):
-        output = tmp_path / "weights.pt"
-        assert run("export", source, str(output)) == f"2 tensors of {url}/{directory(10)} are in {output}\n"
+    output = tmp_path / "weights.pt"
+
+    def check(done: subprocess.CompletedProcess[str]) -> None:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"2 tensors of {url}/{directory(10)} are in {output}\n"
         weights = torch.load(output, weights_only=True)
         assert torch.equal(weights["w"], torch.full((6, 2), 10, dtype=torch.uint8))
+        output.unlink()
+
+    check(run("export", url, str(output)))
+    started_by_it = [sys.executable, "-m", "elasticgang.checkpoint.export"]
+    check(run_preloaded([*started_by_it, f"{url}/{directory(10)}", str(output)]))
 
 
 def test_a_url_that_fsspec_cannot_open_is_an_error_that_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
