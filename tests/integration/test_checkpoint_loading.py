@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,7 +28,7 @@ from elasticgang.errors import CheckpointError, NotSupportedError, OperationalEr
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.sample_positions import NAME, BatchShape, SamplePositions
 from tests.integration.saving import Model, Rank, same
-from tests.support import REPOSITORY
+from tests.support import run_preloaded
 
 pytestmark = pytest.mark.usefixtures("small_shares", "no_writer_is_left")
 
@@ -369,7 +368,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         Rank(tmp_path / "file" / "checkpoints")
 
 
-def test_a_directory_that_cannot_be_written_is_refused() -> None:
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     """By another user than the one who made it."""
     code = (
         "import os, pathlib, sys, time\n"
@@ -380,8 +379,8 @@ def test_a_directory_that_cannot_be_written_is_refused() -> None:
         "if os.geteuid() == 0: os.setuid(65534)\n"
         "DurableCheckpoints(pathlib.Path(sys.argv[1]), Schedule(1, clock=time.monotonic), 2, server)"
     )
+    (script := tmp_path / "script.py").write_text(code)
     with TemporaryDirectory() as name:
         os.chmod(name, 0o555)
-        command = [sys.executable, "-c", code, name]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        done = run_preloaded([sys.executable, str(script), name])
     assert f"OperationalError: cannot write to the checkpoint directory {name}" in done.stderr

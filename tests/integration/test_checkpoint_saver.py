@@ -24,7 +24,8 @@ from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.protocol.commit import Attempt
 from tests.integration.saving import MEMBERS, Model, Rank, same, writers
-from tests.support import REPOSITORY, is_alive, wait_until
+from tests.preloaded import PreloadedProcess
+from tests.support import environment, is_alive, wait_until
 
 pytestmark = pytest.mark.usefixtures("small_shares", "no_writer_is_left")
 
@@ -189,11 +190,14 @@ def test_the_writer_ends_with_its_rank(tmp_path: Path) -> None:
         "rank = Rank(pathlib.Path(sys.argv[1])); rank.enter(('a0', 'b0')); rank.train(10).begin()\n"
         "print(writers()[0].pid, flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
+    (script := tmp_path / "script.py").write_text(code)
+    (root := tmp_path / "checkpoints").mkdir()
+    with PreloadedProcess(
+        [sys.executable, str(script), str(root)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=REPOSITORY,
+        stderr=2,
+        env=environment(),
         text=True,
     ) as process:
         assert process.stdout is not None

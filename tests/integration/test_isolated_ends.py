@@ -126,7 +126,7 @@ def test_they_end_with_their_rank_whoever_holds_their_descriptors(busy: bool, st
     descriptor and do not look at them."""
     peer = ProcessGroupIsolatedGloo(300.0)
     address = f"{store}/ends/{time.monotonic_ns()}"
-    with Command(tmp_path / "rank", [*RANKS, "wait_for_ever", address]) as rank:
+    with Command(tmp_path / "rank", [*RANKS, "wait_for_ever", address], preloaded=True) as rank:
         peer.configure(address, "replica", 1, 2)
         told = json.loads(wait_until(lambda: rank.stdout, "its pids"))
         names = [name for name, _ in told["started"]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.storage_mapping import SMALLEST_BYTES, MappedTensor, StorageMappings
-from tests.support import REPOSITORY
+from tests.support import run_preloaded
 
 NUM = 1 << 20  # 4 MiB of float32
 HOLE_BYTES = 8 << 20  # above malloc's threshold (tests/conftest.py), and less than a tensor of these tests has
@@ -190,9 +190,11 @@ assert storages.find(tensor[1 << 20 :]).block is block
 """
 
 
-def test_looking_for_a_tensor_writes_nothing_to_it() -> None:
+def test_looking_for_a_tensor_writes_nothing_to_it(tmp_path: Path) -> None:
     """Another collective may read it at that moment."""
-    assert subprocess.run([sys.executable, "-c", READ_ONLY], cwd=REPOSITORY, timeout=60).returncode == 0
+    (script := tmp_path / "script.py").write_text(READ_ONLY)
+    done = run_preloaded([sys.executable, str(script)], timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_block_is_found_whatever_was_done_to_its_mapping(storages: StorageMappings) -> None:
@@ -298,10 +300,11 @@ FEW_DESCRIPTORS = """if True:
 """
 
 
-def test_no_more_memory_is_allocated_than_descriptors_allow() -> None:
+def test_no_more_memory_is_allocated_than_descriptors_allow(tmp_path: Path) -> None:
     """In a process of its own: threads of other tests may open descriptors meanwhile."""
-    done = subprocess.run([sys.executable, "-c", FEW_DESCRIPTORS], cwd=REPOSITORY, timeout=60, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    (script := tmp_path / "script.py").write_text(FEW_DESCRIPTORS)
+    done = run_preloaded([sys.executable, str(script)], timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_memory_is_given_back() -> None:
