@@ -147,7 +147,9 @@ def export(args: argparse.Namespace) -> int:
     _check_location(args.directory)
     import subprocess
 
-    command = [sys.executable, "-m", _EXPORT, args.directory, args.output, *([args.module] if args.module else [])]
+    from elasticgang.process.own_modules import command_of
+
+    command = command_of(_EXPORT, args.directory, args.output, *([args.module] if args.module else []))
     return subprocess.run(command, stdin=subprocess.DEVNULL).returncode  # torch is imported there
 
 

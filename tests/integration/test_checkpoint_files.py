@@ -30,6 +30,7 @@ from elasticgang.checkpoint.manifest import MANIFEST
 from elasticgang.checkpoint.plan import directory_name
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
+from scripts.demo_job.processes import ELASTICGANG
 from tests.integration import checkpoint_writer
 from tests.preloaded import PreloadedProcess
 from tests.support import DEADLINE_S, REPOSITORY, environment, run_preloaded
@@ -362,16 +363,21 @@ def test_a_corrupt_checkpoint_is_not_exported(tmp_path: Path, caplog: pytest.Log
         export(tmp_path / checkpoint_writer.directory(10), tmp_path / "weights.pt")
 
 
+# OWN-PATH
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_an_output_that_cannot_be_written_is_an_error_that_says_why(tmp_path: Path, suffix: str) -> None:
-    """A limit on the size of files stands for a full disk. What was there stays."""
+def test_an_output_that_cannot_be_written_is_an_error_that_says_why(
+    tmp_path: Path, suffix: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A limit on the size of files stands for a full disk. What was there stays. A file of the working directory is not
+    taken for a module of Python."""
+    (cwd := tmp_path_factory.mktemp("cwd")).joinpath("queue.py").write_text("raise RuntimeError")
     checkpoint_writer.save(tmp_path, 10)
     missing, file = str(tmp_path / "missing" / f"weights{suffix}"), tmp_path / f"weights{suffix}"
     file.write_text("before")
-    on_a_full_disk = f"trap '' XFSZ; ulimit -f 0; exec {' '.join(COMMAND_LINE)} export {tmp_path} {file}"
+    on_a_full_disk = f"trap '' XFSZ; ulimit -f 0; exec {ELASTICGANG} export {tmp_path} {file}"
     for done, told in (
         (run_preloaded([*EXPORT, str(tmp_path), missing]), "No such file"),
-        (subprocess.run(["sh", "-c", on_a_full_disk], capture_output=True, text=True), "File too large"),
+        (subprocess.run(["sh", "-c", on_a_full_disk], cwd=cwd, capture_output=True, text=True), "File too large"),
     ):
         assert done.returncode == 1
         assert done.stderr.startswith("elasticgang: error: ")
