@@ -73,19 +73,16 @@ def test_the_report_for_people_has_the_same_levels() -> None:
     assert levels <= {"ok", "warning", "n/a"}
 
 
-def test_open_files_that_only_the_script_lacks_are_a_warning() -> None:
-    code, found = report([*limited("-n 64"), "--nproc-per-node", "2"])  # such a job runs
-    assert (code, found["open files"]["level"]) == (0, "warning")
-
-
-def test_too_few_open_files_are_an_error() -> None:
-    code, found = report(limited("-n 64"))
+def test_too_few_open_files_and_a_coordinator_that_refuses_are_errors() -> None:
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{refusing.getsockname()[1]}"
+        code, found = report([*limited("-n 64"), "--coordinator", address])
     assert code == 1
-    assert found["open files"]["level"] == "error"
+    assert found["open files"]["level"] == found["coordinator"]["level"] == "error"
     assert found["open files"]["text"].startswith("64; 8 ranks here of 8 need ")
     assert "--ulimit nofile=" in found["open files"]["mend"]
-    code, found = report(limited("-S -n 64"))
-    assert found["open files"]["mend"].startswith("ulimit -n ")
+    assert found["coordinator"]["text"] == f"{address}: Connection refused"
 
 
 def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
@@ -98,15 +95,26 @@ def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     assert found["memfd"]["level"] == "error"
 
 
-def test_directories_that_a_job_can_do_without_are_warnings(tmp_path: Path) -> None:
+def test_what_a_job_can_do_without_is_a_warning(tmp_path: Path) -> None:
+    """Directories, the default port, and open files that only the script lacks."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o777)
     options = ["--nproc-per-node", "2", "--checkpoint-dir", "s3://bucket/x"]
-    code, found = report([*DOCTOR, *options], TMPDIR="/proc")  # not even root can make a file there
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("127.0.0.1", COORDINATOR_PORT))
+            taken.listen()
+        except OSError:
+            pass  # somebody else has it, which serves as well
+        # Not even root can make a file in /proc.
+        code, found = report([*limited("-n 64"), *options], TMPDIR="/proc")
     assert code == 0
-    assert found["TMPDIR"]["level"] == found["run directory"]["level"] == "warning"
+    for check in ("TMPDIR", "run directory", "default port", "open files"):
+        assert found[check]["level"] == "warning", check
     assert found["TMPDIR"]["text"].startswith("/proc: ")
     assert "no directory that only this user can write to; `elasticgang status`" in found["run directory"]["text"]
+    assert "Address already in use" in found["default port"]["text"]
     assert found["checkpoints"]["level"] == "n/a"
     assert found["checkpoints"]["text"].startswith("s3://bucket/x is a URL")
 
@@ -130,35 +138,14 @@ def test_a_disk_that_never_answers_is_an_error(tmp_path: Path, monkeypatch: pyte
     assert found == Disk(str(tmp_path), 0, "no answer within 0.2 s")
 
 
-def test_a_default_port_in_use_is_a_warning() -> None:
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            taken.bind(("127.0.0.1", COORDINATOR_PORT))
-            taken.listen()
-        except OSError:
-            pass  # somebody else has it, which serves as well
-        code, found = report([*DOCTOR, "--nproc-per-node", "2"])
-    assert code == 0
-    assert found["default port"]["level"] == "warning"
-    assert "Address already in use" in found["default port"]["text"]
-
-
-def test_a_coordinator_that_refuses_is_an_error() -> None:
-    with socket.socket() as refusing:
-        refusing.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{refusing.getsockname()[1]}"
-        code, found = report([*DOCTOR, "--coordinator", address])
-    assert code == 1
-    assert found["coordinator"]["text"] == f"{address}: Connection refused"
-
-
-def test_a_loopback_that_is_down_is_an_error() -> None:
+def test_a_loopback_that_is_down_and_a_limit_that_may_be_raised_are_errors() -> None:
     namespace = without_network()
+    code, found = report([*namespace, *limited("-S -n 64")])
+    assert code == 1
+    assert found["open files"]["level"] == "error"
+    assert found["open files"]["mend"].startswith("ulimit -n ")
     if not namespace:
         pytest.skip("needs a network namespace of its own")
-    code, found = report([*namespace, *DOCTOR])
-    assert code == 1
     assert found["loopback"]["level"] == "error"
     assert "ip link set lo up" in found["loopback"]["mend"]
 
