@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,9 @@ from tests.integration.loading import NUM_SAMPLES, SIZE, SLOT
 from tests.integration.rings import Ring
 from tests.integration.state_ranks import Rank, Ranks
 from tests.support import DEADLINE_S, REPOSITORY
+
+# Data workers that this server starts need not import torch, one by one.
+multiprocessing.set_forkserver_preload(["tests.integration.loading"])
 
 _T = TypeVar("_T")
 _prefixes = itertools.count()

@@ -53,7 +53,7 @@ class NeverPickled:
 
 
 # DATAWORKER-5
-@pytest.mark.parametrize("context", ["spawn", "forkserver", multiprocessing.get_context("spawn")])
+@pytest.mark.parametrize("context", ["spawn", "forkserver", multiprocessing.get_context("forkserver")])
 def test_workers_may_be_started_in_another_way(
     context: Any, batches: eg.GlobalBatch, loaders: list[eg.DataLoader], tmp_path: Path
 ) -> None:
