@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.protocol.commit import Attempt
 from tests.integration.saving import MEMBERS, Model, Rank, same, writers
 from tests.preloaded import PreloadedProcess
-from tests.support import environment, is_alive, wait_until
+from tests.support import PROMPT_S, environment, is_alive, wait_until
 
 pytestmark = pytest.mark.usefixtures("small_shares", "no_writer_is_left")
 
@@ -185,6 +186,7 @@ def test_the_death_of_the_writer_costs_one_save(tmp_path: Path, caplog: pytest.L
 
 # WRITER-1
 def test_the_writer_ends_with_its_rank(tmp_path: Path) -> None:
+    """Also one that does not come to read that its rank is gone: here it is stopped."""
     code = (
         "import sys, pathlib; from tests.integration.saving import Rank, writers\n"
         "rank = Rank(pathlib.Path(sys.argv[1])); rank.enter(('a0', 'b0')); rank.train(10).begin()\n"
@@ -202,10 +204,16 @@ def test_the_writer_ends_with_its_rank(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        assert is_alive(pid)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        wait_until(lambda: not is_alive(pid), "the writer's end")
+        writer = psutil.Process(pid)
+        wait_until(lambda: writer.nice() > os.nice(0), "the writer's beginning")
+        writer.suspend()
+        try:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            wait_until(lambda: not is_alive(pid), "the writer's end", PROMPT_S)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                writer.kill()
 
 
 def test_a_step_is_saved_once_and_only_if_it_is_due(tmp_path: Path) -> None:
