@@ -50,6 +50,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
         *(
             "errors",
             "environment",
+            "integers",
             "testing",
             "layout",
             "protocol",
@@ -61,9 +62,8 @@ KNOWS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "train": (
-        *("errors", "torch_private", "environment", "layout", "protocol", "collectives", "comm", "gang", "member"),
-        "state",
-        *("checkpoint", "reshape"),
+        *("errors", "torch_private", "environment", "integers", "layout", "protocol", "collectives", "comm", "gang"),
+        *("member", "state", "checkpoint", "reshape"),
     ),
     "launch": (
         *("errors", "environment", "progress", "layout", "comm", "process", "session", "agent", "coordinator"),
