@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticgang.protocol.restarts import WINDOW_S, Failure, Restarts
@@ -118,36 +118,49 @@ EVENTS = st.lists(
 )
 
 
+def gives_up(past: list[Happening], max_restarts: int) -> bool:
+    """Whether the rank of the last of `past`, a failure here, is given up: read from the whole past."""
+    _, rank, step, _ = past[-1]
+    mine = [(what, number) for number, (what, of, _, _) in enumerate(past[:-1]) if of == rank]
+    commits = [number for what, number in mine if what == "commits"]
+    early = [number for what, number in mine if what == "fails" and past[number][2] < 0]
+    return bool(max_restarts and step < 0 and commits and early and early[-1] > commits[-1])
+
+
 def ends_job(past: list[Happening], max_restarts: int) -> bool:
-    """Whether the last of `past`, a failure here, ends the job: read from the whole past, rule by rule."""
+    """Whether the last of `past`, a failure here of a rank that is not given up, ends the job."""
     times = list(itertools.accumulate(seconds for *_, seconds in past))
     _, rank, step, _ = past[-1]
     earlier = list(zip(past[:-1], times, strict=False))
-    mine = [(what, number) for number, ((what, of, _, _), _) in enumerate(earlier) if of == rank]
-    commits = [number for what, number in mine if what == "commits"]
-    if max_restarts == 0 or not commits:
+    if max_restarts == 0 or not any((what, of) == ("commits", rank) for (what, of, _, _), _ in earlier):
         return True
     if step >= 0 and any(what != "commits" and at == step for (what, _, at, _), _ in earlier):
         return True
-    early = [number for what, number in mine if what == "fails" and past[number][2] < 0]
-    if step < 0 and early and early[-1] > commits[-1]:
-        return True
     recent = [
-        at_s for (what, of, _, _), at_s in earlier if (what, of) == ("fails", rank) and at_s > times[-1] - WINDOW_S
+        number
+        for number, ((what, of, _, _), at_s) in enumerate(earlier)
+        if (what, of) == ("fails", rank)
+        and at_s > times[-1] - WINDOW_S
+        and not gives_up(past[: number + 1], max_restarts)
     ]
     return len(recent) >= max_restarts
 
 
 @given(st.integers(0, 4), EVENTS)
+@example(2, [("commits", 1, 0, 0.0), ("fails", 1, -1, 0.0), ("fails", 1, -1, 0.0), ("fails", 1, 3, 0.0)])
 def test_any_story_is_judged_as_by_a_reading_of_its_whole_past(max_restarts: int, story: list[Happening]) -> None:
     restarts, now_s = Restarts(max_restarts), 0.0
     for number, (what, rank, step, seconds) in enumerate(story):
         now_s += seconds
+        past = story[: number + 1]
         if what == "commits":
             restarts.committed(rank)
         elif what == "elsewhere":
             if step >= 0:
                 restarts.failed_elsewhere(f"b/{rank}/{number}", f"rank {rank} of agent b", step)
         else:
-            why = restarts.failed(failure(rank, None if step < 0 else step, now_s, number))
-            assert (why is not None) == ends_job(story[: number + 1], max_restarts), why
+            failed = failure(rank, None if step < 0 else step, now_s, number)
+            assert restarts.gives_up(failed) == gives_up(past, max_restarts)
+            if not gives_up(past, max_restarts):
+                why = restarts.failed(failed)
+                assert (why is not None) == ends_job(past, max_restarts), why
