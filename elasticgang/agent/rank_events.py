@@ -112,7 +112,7 @@ class RankEvents:
                 if unsaved is not None:
                     self.unsaved_step = int(unsaved)
                     self._events.write("unsaved", member=rank.member, local_rank=rank.local_rank, step=unsaved)
-                rank.has_finished, rank.has_left = finished, finished or in_order
+                rank.has_left = finished or in_order
                 if not finished and (in_order or self._has_seat(rank.member)):
                     how, kind = ("leaves", "left") if in_order else ("left before the last step", "failed")
                     cause = f"rank {rank.local_rank} {how}"
@@ -162,7 +162,7 @@ class RankEvents:
             self._show_failure(rank.local_rank, failure["traceback"])
         elif status and not self._stopping.is_set() and not is_retired:
             self._output.write_line(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
-        is_early = status == 0 and not (rank.has_finished or is_retired or rank.page.draining)
+        is_early = status == 0 and not (rank.has_left or is_retired or rank.page.draining)
         cause = f"rank {rank.local_rank} {_describe_failure(rank) or describe_exit(status, is_early=is_early)}"
         self._changes.incidents.exited(rank)
         kind = "killed" if status < 0 and failure is None else "failed"

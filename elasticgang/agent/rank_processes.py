@@ -62,7 +62,6 @@ class RankProcess:
     taken: Taken = NOT_JOINED
     notified: int = 0  # the newest generation of whose end it has been notified
     has_joined: bool = False
-    has_finished: bool = False
     has_left: bool = False
 
     def send(self, number: int) -> None:
