@@ -181,12 +181,13 @@ def _is_agent(command: Sequence[str]) -> bool:
     return list(command[:2]) == ["-m", "elasticgang"]
 
 
-def _is_python_program(command: object) -> bool:
-    """Python and a script, or `-m` and a module; maybe with `-u` before."""
-    if not isinstance(command, (list, tuple)) or command[0] != sys.executable:
-        return False
-    first = command[2 if command[1] == "-u" else 1]
-    return bool(first == "-m" or first.endswith(".py"))
+def _python_program(args: object) -> list[str] | None:
+    """The command `args` without `-u`; None unless it is Python and a script, or `-m` and a module."""
+    words = [os.fspath(word) for word in args] if isinstance(args, (list, tuple)) else []
+    if words[1:2] == ["-u"]:
+        del words[1]
+    is_program = len(words) > 1 and words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
+    return words if is_program else None
 
 
 def _can_fork(given: Sequence[Any]) -> bool:
@@ -309,8 +310,7 @@ class _OfferedProcess(subprocess.Popen[Any]):
             command = [sys.executable, "-m", "elasticgang", *args[1:]]
             _start(self, command, given, imports=_imported, parent_death=signal.SIGTERM)
             return
-        if _is_python_program(args) and _can_fork(given):
-            program = [word for number, word in enumerate(args) if (number, word) != (1, "-u")]
+        if (program := _python_program(args)) is not None and _can_fork(given):
             _start(self, program, given, imports=_imported)
             return
         offered = (

@@ -350,7 +350,9 @@ def test_the_commands_take_a_url(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "elasticgang", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
-    (line,) = run("checkpoints", url, "--verify").stdout.splitlines()
+    listed = run("checkpoints", url, "--verify")
+    assert listed.returncode == 0, listed.stderr
+    (line,) = listed.stdout.splitlines()
     assert line.startswith(f"{directory(10)}  step 10  ")
     assert line.endswith("every digest matches")
     output = tmp_path / "weights.pt"
