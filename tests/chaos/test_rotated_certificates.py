@@ -46,7 +46,7 @@ def test_a_job_of_several_agents_outlives_its_certificates(tmp_path: Path, alone
     first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
     mounted = Mounted(tmp_path / "mounted", first.issue())
     with Cluster(tmp_path / "job", holds=[4, 9, 14], state=True, credentials=mounted.files.options) as cluster:
-        agents = [cluster.start(ranks=1) for _ in range(2)]
+        agents = [cluster.start(nnodes="2:9", ranks=1) for _ in range(2)]
         cluster.reached(4, 2)
         short = first.issue(begins_in=timedelta(hours=-1), ends_in=timedelta(seconds=SHORT_S))
         renew(mounted, short, cluster.coordinator, agents, 1)
