@@ -169,12 +169,13 @@ class CommProcess:
                         )
                     finally:
                         os.close(watch)
+                self.pid, self._pidfd = spawned.pid, spawned.pidfd
+                undo.callback(_kill, self._pidfd)
+                self._reply_reader = ReplyReader(self._sock, self._pidfd, self._bell, self, f"comm-{self.pid}")
+                self._reply_reader.start()
             except OSError as exc:  # no descriptor is left, for example
                 raise OperationalError(f"a comm process could not be started: {exc}") from exc
             undo.pop_all()
-        self.pid, self._pidfd = spawned.pid, spawned.pidfd
-        self._reply_reader = ReplyReader(self._sock, self._pidfd, self._bell, self, f"comm-{self.pid}")
-        self._reply_reader.start()
         _all.add(self)
 
     def _disown(self) -> None:
@@ -542,9 +543,7 @@ class CommProcess:
             pidfd, self._pidfd = self._pidfd, -1
             bell, self._bell = self._bell, -1  # `descriptors` must not name one that has another file by then
         if pidfd >= 0:
-            with contextlib.suppress(ChildProcessError):  # it is a child only if this process owns the fork server
-                os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
-            os.close(pidfd)
+            _reap(pidfd)
             os.close(bell)
             self._give_back_block()
 
@@ -697,6 +696,21 @@ def translated(what: str, reason: str) -> GangError:
     if _TIMED_OUT.search(reason):
         return CollectiveTimeoutError(f"{what} timed out: {reason}")
     return PeerLostError(f"{what}: {reason}")
+
+
+def _kill(pidfd: int) -> None:
+    """And wait until the process is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    _exited(pidfd, _REAP_TIMEOUT_S)
+    _reap(pidfd)
+
+
+def _reap(pidfd: int) -> None:
+    """And close the descriptor."""
+    with contextlib.suppress(ChildProcessError):  # it is a child only if this process owns the fork server
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+    os.close(pidfd)
 
 
 def _exited(pidfd: int, timeout: float) -> bool:

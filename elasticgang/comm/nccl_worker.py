@@ -89,7 +89,7 @@ class NCCLWorker(Worker):
             return
         for end in self._ends:
             end.result()
-        self._ends = [self._pool.submit(self._cuda.end_group, group) for group in ended.values()]
+        self._ends = [self._threads.submit(self._cuda.end_group, group) for group in ended.values()]
 
     def _remove(self, name: str) -> None:
         """NCCLWORKER-3."""

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 from elasticgang.comm.reentry import check_reentry, here
 from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import RUN, RUN_MARK
+from elasticgang.errors import OperationalError
 from elasticgang.process.late_signals import LONGEST_WAIT_S
 
 _MAX_MESSAGE = 1 << 17
@@ -123,9 +124,11 @@ class ReplyReader:
         self._threads: set[threading.Thread] = set()
 
     def start(self) -> None:
-        """Start reading, once the receiver is ready."""
+        """Start reading, once the receiver is ready. Raises OperationalError: no thread can be started."""
         with self._turn:
             self._call_server()
+            if not self._is_called:
+                raise OperationalError("a comm process could not be started: no thread is left for its replies")
 
     def add_listeners(self, number: int) -> None:
         """Change the number of futures and replies for which the server reads."""

@@ -27,7 +27,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +38,7 @@ from elasticgang.collectives.collective import BitwiseOperation, Collective, Red
 from elasticgang.collectives.table import TABLE, Step
 from elasticgang.comm.agent_store import AgentStore, AgentStoreClient
 from elasticgang.comm.arena import bytes_as, map_memory
+from elasticgang.comm.task_threads import TaskThreads
 from elasticgang.process.parent_death import signal_at_parent_death
 from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
 from elasticgang.torch_private import gloo_device, new_gloo
@@ -52,7 +52,6 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4)
 RUN = struct.Struct("<BQ")
 RUN_MARK = 1
 _MAX_PREPARED = 4096
-_MAX_THREADS = 1 << 16
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 _MAX_TEXT = 4096
 _MAX_TAG = (1 << 31) - 1
@@ -171,7 +170,7 @@ class Worker:
         self._devices: list[Any] = []  # of Gloo, without a group
         self._lazy_stores: list[Store] = []  # of these groups: Gloo alone would not keep a Python object
         self._prepared: dict[bytes, tuple[str, Collective]] = {}
-        self._pool = ThreadPoolExecutor(_MAX_THREADS)  # each task may block, so each gets a thread
+        self._threads = TaskThreads()
         agent: int | None = args["agent"]
         self._agent = None if agent is None else AgentStoreClient(socket.socket(fileno=agent))
         self._store: str | None = args["store"]
@@ -187,7 +186,7 @@ class Worker:
         first = select.poll()
         first.register(self._sock, select.POLLIN)
         if not first.poll(WARM_UP_S * 1000):
-            self._pool.submit(self._warm_up)
+            self._threads.submit(self._warm_up)
         while True:
             length, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], _ANCILLARY_BYTES)
             data = self._buffer[:length]
@@ -208,11 +207,11 @@ class Worker:
                 self._reply(self._configure, command)
             elif kind == "add":
                 self._block.append_group(command["groups"][0]["name"])
-                self._pool.submit(self._reply, self._add, command)  # works of other groups continue meanwhile
+                self._threads.submit(self._reply, self._add, command)  # works of other groups continue meanwhile
             elif kind == "close":
                 self._reply(self._close, command)
             elif kind == "remove":
-                self._pool.submit(self._remove, command["name"])
+                self._threads.submit(self._remove, command["name"])
             else:
                 self._learn(command)
 
@@ -220,7 +219,7 @@ class Worker:
         """WORKER-7. What fails here fails again, and is told, where it is needed."""
         store, devices = HashStore(), [gloo_device(self._host) for _ in range(2)]
         self._devices += devices  # several groups may have the same one
-        other = self._pool.submit(new_gloo, store, 1, 2, _WARM_UP_TIMEOUT, devices[1])
+        other = self._threads.submit(new_gloo, store, 1, 2, _WARM_UP_TIMEOUT, devices[1])
         groups = [new_gloo(store, 0, 2, _WARM_UP_TIMEOUT, devices[0]), other.result()]
         works = []
         for group in groups:
@@ -254,7 +253,7 @@ class Worker:
         while self._store is not None and len(self._stores) < len(command["groups"]):
             self._stores.append(self._connect(self._store))
         started = {
-            group["name"]: self._pool.submit(self._create_with, number, command, group)
+            group["name"]: self._threads.submit(self._create_with, number, command, group)
             for number, group in enumerate(command["groups"])
         }
         self._groups = {name: future.result() for name, future in started.items()}
@@ -325,7 +324,7 @@ class Worker:
         ended, self._groups = self._groups, {}
         self._lazy_stores = []
         if ended:
-            self._pool.submit(ended.clear)
+            self._threads.submit(ended.clear)
 
     def _remove(self, name: str) -> None:
         """Drop one group, as `_close`."""
@@ -340,12 +339,10 @@ class Worker:
         try:
             group, collective = prepared = self._prepared.get(body) or self._prepare(body)
             work, last = TABLE[collective.call].issue(self._groups[group], collective)  # TABLE-1
-            future = self._future_of(work, collective)
+            # WORKER-2. The callback keeps the tensors until the work has ended.
+            self._at_end(work, collective, lambda wait: self._completed(id, wait, last, prepared))
         except Exception as exc:
             self._end(id, exc)
-            return
-        # WORKER-2. The callback keeps the tensors until the work has ended.
-        future.add_done_callback(lambda future: self._completed(id, future, last, prepared))
 
     def _prepare(self, body: bytes) -> tuple[str, Collective]:
         """Decode a body, with a cache: bodies recur, because blocks are reused."""
@@ -357,18 +354,24 @@ class Worker:
     def _tensor(self, slab: int, offset: int, shape: list[int], dtype: str) -> Tensor:
         return bytes_as(self._slabs[slab], torch.Size(shape), getattr(torch, dtype), offset)  # WORKER-3
 
-    def _future_of(self, work: Any, collective: Collective) -> Any:
+    def _at_end(self, work: Any, collective: Collective, then: Callable[[Callable[[], object]], None]) -> None:
+        """Call `then` once `work` has ended, with a function that raises its error."""
         try:
-            return work.get_future()
+            future = work.get_future()
         except RuntimeError:  # works of Gloo's reduce_scatter, send, recv and barrier have none
             timed = TABLE[collective.call].is_message and collective.timeout_s is not None  # messages have no options
-            return self._pool.submit(work.wait, *([timedelta(seconds=collective.timeout_s or 0.0)] if timed else []))
+            timeout = [timedelta(seconds=collective.timeout_s or 0.0)] if timed else []
+            self._threads.submit(then, lambda: work.wait(*timeout))
+        else:
+            future.add_done_callback(lambda future: then(future.wait))
 
-    def _completed(self, id: int, future: Any, last: Step | None, prepared: tuple[str, Collective]) -> None:
+    def _completed(
+        self, id: int, wait: Callable[[], object], last: Step | None, prepared: tuple[str, Collective]
+    ) -> None:
         group, collective = prepared
         error = None
         try:
-            future.wait() if hasattr(future, "wait") else future.result()
+            wait()
             if last is not None:
                 last()
         except Exception as exc:

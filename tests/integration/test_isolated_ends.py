@@ -8,18 +8,21 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed import ReduceOp
 
 from elasticgang.comm.error_swallowing import SwallowingProcessGroup
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
+from elasticgang.errors import OperationalError
 from tests.integration.conftest import Rings
 from tests.support import REPOSITORY, Command, busy_core, is_alive, run_preloaded, wait_dead, wait_until
 
@@ -118,6 +121,27 @@ def test_a_program_that_ends_without_shutdown_ends(tmp_path: Path) -> None:
         assert rank.process.wait(GUARD_S) == 0
         assert len(started) >= 3  # comm processes and the fork server
         wait_until(lambda: not any(is_alive(pid) for pid in started), "their end", GUARD_S)
+
+
+def test_a_comm_process_whose_replies_nobody_can_read_ends_at_once(rings: Rings) -> None:
+    """Its rank has no thread left. Python 3.12.1 starts none once the interpreter has begun to end."""
+    ring = rings(1)
+    pg = ring[0]
+    pg.wait_standby(GUARD_S)
+    num_children = len(psutil.Process().children())
+    usual = threading.stack_size(1 << 47)  # more than there is
+    try:
+        pg.abort()
+        pg.configure(ring.next_address(), "replica", 0, 1)  # by the standby
+        with pytest.raises(OperationalError, match="no thread is left for its replies"):
+            pg.wait_standby(GUARD_S)
+    finally:
+        threading.stack_size(usual)
+    assert ring.sums() == [1.0]
+    wait_until(lambda: len(psutil.Process().children()) == num_children - 1, "one without a standby", GUARD_S)
+    pg.abort()
+    ring.configure()
+    assert ring.sums() == [1.0]
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["", "busy"])

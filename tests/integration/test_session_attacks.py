@@ -200,6 +200,8 @@ def test_a_wrong_secret_and_one_of_another_job_are_refused(identity: Identity, s
 
 def test_a_client_does_not_talk_to_a_server_without_the_secret() -> None:
     async def run() -> None:
+        gone = asyncio.Event()
+
         async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await read_body(reader)
             writer.write(body_frame(os.urandom(32)))
@@ -207,6 +209,8 @@ def test_a_client_does_not_talk_to_a_server_without_the_secret() -> None:
             writer.write(body_frame(proof))  # the client's own
             await reader.read()
             writer.close()
+            await writer.wait_closed()
+            gone.set()
 
         server = await asyncio.start_server(impostor, "127.0.0.1", 0)
         client = Client()
@@ -217,6 +221,7 @@ def test_a_client_does_not_talk_to_a_server_without_the_secret() -> None:
         assert "the coordinator" in reason
         assert "the secret" in reason
         assert not client.is_open.is_set()
+        await asyncio.wait_for(gone.wait(), DEADLINE_S)
         server.close()
 
     asyncio.run(run())
