@@ -7,7 +7,7 @@ import operator
 
 def integer(value: object) -> int | None:
     """`value` as an int; None if it is a bool or not an integer."""
-    if isinstance(value, bool):
+    if isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", None) == "b":  # numpy's, before 2.3
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]  # raises TypeError without `__index__`

@@ -194,7 +194,7 @@ def test_a_comm_process_imports_little() -> None:
     found = subprocess.check_output([sys.executable, "-c", code], cwd=REPOSITORY, text=True).split()
     assert {*found} <= {
         *(f"elasticgang.{room}" for room in ("collectives", "comm", "process")),
-        *(f"elasticgang.comm.{name}" for name in ("agent_store", "arena", "torch_backend", "worker")),
+        *(f"elasticgang.comm.{name}" for name in ("agent_store", "arena", "task_threads", "torch_backend", "worker")),
         *(f"elasticgang.collectives.{name}" for name in ("backend_name", "collective", "dtypes", "exchange")),
         *(f"elasticgang.collectives.{name}" for name in ("table", "work")),
         *(f"elasticgang.{name}" for name in ("errors", "integers", "torch_private")),
