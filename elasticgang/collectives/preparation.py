@@ -69,4 +69,5 @@ def _as_backend_takes(c: Collective, device: torch.device) -> tuple[Collective, 
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a contiguous tensor of one element may have any stride
+    return flat.view(torch.uint8)

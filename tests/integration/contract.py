@@ -62,6 +62,10 @@ def same_on_every_rank(gang: Gang) -> None:
         gang.all_gather(output := torch.zeros(size, 2, dtype=dtype), torch.ones(2, dtype=dtype))
         assert bool((output.view(-1).to(torch.complex64) == 1).all()), dtype
         gang.broadcast(torch.ones((), dtype=dtype), size - 1)
+        cell = torch.ones(2, 2, dtype=dtype)[:1, 0]  # contiguous, whatever its stride
+        gang.broadcast(cell, size - 1)
+        gang.all_gather_to_list(outputs := [torch.zeros(2, 2, dtype=dtype)[:1, 0] for _ in range(size)], cell)
+        assert all(torch.equal(tensor, cell) for tensor in outputs), dtype
     work = gang.all_reduce(tensor := _filled(3, 2), MEAN, async_op=True)
     assert work is not None
     assert work.wait()
