@@ -197,7 +197,7 @@ class Gang(ABC):
         self._check("input_tensor", input_tensor)
         root = self._check_rank("destination_rank", destination_rank)
         outputs = self._at_root("output_tensors", output_tensors, root)
-        if outputs:
+        if self.rank == root:
             self._check_list("output_tensors", outputs, input_tensor)
             self._check_outputs("output_tensors", outputs)
         return self._run(Collective("gather", tuple(outputs), (input_tensor,), peer=root), async_op)
@@ -216,7 +216,7 @@ class Gang(ABC):
         self._check_output("output_tensor", output_tensor)
         root = self._check_rank("source_rank", source_rank)
         inputs = self._at_root("input_tensors", input_tensors, root)
-        if inputs:
+        if self.rank == root:
             self._check_list("input_tensors", inputs, output_tensor)
         return self._run(Collective("scatter", (output_tensor,), tuple(inputs), peer=root), async_op)
 
@@ -352,7 +352,7 @@ class Gang(ABC):
         if (tensors is not None) != (self.rank == root):
             wanted = "a list of tensors" if self.rank == root else "None"
             raise ValueError(f"`{name}` must be {wanted} on rank {self.rank}, because the root is rank {root}.")
-        return tensors or []
+        return [] if tensors is None else tensors
 
 
 class CheckedGang(Gang):

@@ -278,6 +278,8 @@ def refusals(gang: Gang) -> None:
         "must be a list": lambda: gang.broadcast_objects((1, 2)),  # type: ignore[arg-type]
         "because the root is": lambda: gang.gather(None if gang.rank == 0 else outputs, good, 0),
         "root": lambda: gang.scatter(good, None if gang.rank == 0 else outputs, 0),
+        "`output_tensors` must have one": lambda: gang.gather([], good, gang.rank),
+        "`input_tensors` must have one": lambda: gang.scatter(good, [], gang.rank),
     }
     if size > 1:
         wrong["outputs of one call must not share memory"] = lambda: gang.all_gather_to_list(outputs, good)
