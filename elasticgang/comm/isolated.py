@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import sys
 import threading
@@ -39,6 +40,7 @@ from elasticgang.errors import (
 
 _GROUP = "all"
 _CLOSE_TIMEOUT_S = 2.0
+_LARGEST_PORT = (1 << 16) - 1
 _MOST_TOGETHER = 1000  # tensors whose descriptions fit into one message
 _LONGEST_TIMEOUT_S = 1e9  # 30 years, which fits into 64-bit nanoseconds
 _START_TIMEOUT_S = 240.0  # longer than the deadlines of the fork server and of the process
@@ -118,12 +120,15 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
 
         Raises:
             ValueError: an argument is invalid. Nothing has changed.
+            TypeError: `rank` or `world_size` is not an integer. Nothing has changed.
             InvalidOperationError: this is a forked child of the process that made the group. Nothing has changed.
             GangError: a peer did not connect (`CollectiveTimeoutError`), or failed. The group is not configured.
         """
-        address, _, prefix = store_addr.partition("/")
-        if not prefix or not address.rpartition(":")[2].isdecimal():
+        address, _, prefix = str(store_addr).partition("/")
+        port = address.rpartition(":")[2]
+        if not prefix or not port.isdecimal() or int(port) > _LARGEST_PORT:
             raise ValueError(f"`store_addr` must be host:port/prefix, but is {store_addr!r} instead.")
+        rank, world_size = operator.index(rank), operator.index(world_size)  # of numpy too; the comm process gets JSON
         if world_size < 1 or not 0 <= rank < world_size:
             raise ValueError(
                 f"`rank` must be at least 0 and less than `world_size` ({world_size}), but is {rank} instead."

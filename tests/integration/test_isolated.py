@@ -13,6 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchft.process_group as torchft
@@ -114,7 +115,7 @@ def test_ranks_and_size_are_those_of_the_configuration(rings: Rings) -> None:
     assert lost.getBackendName() == "elasticgang-isolated-gloo"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1/prefix", "nowhere", "", ":/x"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1/prefix", "nowhere", "", ":/x", "127.0.0.1:65536/x"])
 def test_a_store_address_that_is_none_is_refused(address: str, rings: Rings) -> None:
     ring = rings(1)
     with pytest.raises(ValueError, match="store_addr"):
@@ -127,6 +128,20 @@ def test_a_rank_outside_the_group_is_refused(rank: int, size: int, rings: Rings)
     ring = rings(1)
     with pytest.raises(ValueError, match=rf"`rank` .* less than `world_size` \({size}\), but is {rank}"):
         ring[0].configure(ring.next_address(), "replica", rank, size)
+    assert ring.sums() == [1.0]
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0.0, 1), ("0", 1), (0, 1.0)])
+def test_a_rank_that_is_no_integer_is_refused(rank: Any, size: Any, rings: Rings) -> None:
+    ring = rings(1)
+    with pytest.raises(TypeError, match="integer"):
+        ring[0].configure(ring.next_address(), "replica", rank, size)
+    assert ring.sums() == [1.0]
+
+
+def test_a_rank_of_numpy_is_one(rings: Rings) -> None:
+    ring = rings(1)
+    ring[0].configure(ring.next_address(), "replica", np.int64(0), np.int64(1))
     assert ring.sums() == [1.0]
 
 
