@@ -21,6 +21,7 @@ from elasticgang.gang.fake import FakeGang
 from elasticgang.gang.process_group import ProcessGroupGang
 from elasticgang.gang.torch_process_group import GangProcessGroup
 from elasticgang.layout import AXES, FAMILIES
+from elasticgang.torch_private import world
 
 _OF_DATA_PARALLELISM = frozenset(
     {"ddp", "dp_replicate", "dp_shard", "dp_shard_cp", "fsdp", "hsdp", "replicate", "shard"}
@@ -115,8 +116,8 @@ def _ranks(gang: Gang, root: Gang) -> list[int]:
     """The ranks of `gang`, numbered as in the default group."""
     if isinstance(gang, ElasticGang):
         return list(gang.ranks)
-    if isinstance(gang, ProcessGroupGang):
-        return dist.get_process_group_ranks(gang.as_process_group())
+    if isinstance(gang, ProcessGroupGang) and (group := gang.as_process_group()) in world.pg_map:
+        return dist.get_process_group_ranks(group)
     if isinstance(gang, FakeGang) and (ranks := gang.ranks_in(root)) is not None:
         return ranks
     raise NotSupportedError(f"The ranks of {type(gang).__name__} of size {gang.size} in its root are not known.")

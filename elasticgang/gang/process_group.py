@@ -28,20 +28,25 @@ from elasticgang.gang import torch_registry
 from elasticgang.gang.base import CheckedGang, Gang, check_objects, create_one_of
 from elasticgang.gang.objects import broadcast_pickled
 from elasticgang.gang.torch_process_group import GangProcessGroup
-from elasticgang.torch_private import new_group
+from elasticgang.torch_private import new_group, world
 
 _DEFAULT_TIMEOUT = timedelta(minutes=15)
 _num_splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class ProcessGroupGang(CheckedGang):
-    """Wraps `pg`, whose ranks are the gang's. `timeout`: of the collectives of gangs that are made from it."""
+    """Wraps `pg`, whose ranks are the gang's. `timeout`: of the collectives of gangs that are made from it.
+
+    `pg` may also be a group that torch.distributed does not know, as those of `elasticgang.comm`: then no gangs or
+    meshes can be made from it, and `close` leaves it to its owner.
+    """
 
     def __init__(self, pg: ProcessGroup, device: torch.device | str, *, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
         self._pg = pg
         self._device = torch.device(device)
         self._timeout = timeout
         self._closed = False
+        self._is_torchs = pg in world.pg_map  # torch made it, or registered it, and may end it
 
     @classmethod
     def create_default_process_group(
@@ -121,10 +126,11 @@ class ProcessGroupGang(CheckedGang):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            if dist.is_initialized():  # otherwise the end of the default group has ended all others
+            if self._pg in world.pg_map:
                 dist.destroy_process_group(self._pg)
 
     def as_process_group(self) -> ProcessGroup:
+        self._check_open()
         return self._pg
 
     def create_gang(self, ranks: Sequence[int]) -> Gang | None:
@@ -148,11 +154,17 @@ class ProcessGroupGang(CheckedGang):
 
         Raises:
             InvalidOperationError: the gang is closed.
+            NotSupportedError: torch.distributed does not know the process group.
             GangError: the gang could not be made.
         """
         self._check_open()
         if isinstance(self._pg, GangProcessGroup):
             return create_one_of(self._pg.gang, groups, name)
+        if not self._is_torchs:
+            raise NotSupportedError(
+                f"no gangs can be made from a gang over {self._pg!r}, which torch.distributed does not know: make the "
+                "other group as this one was made."
+            )
         timeout = _checked(timeout) or self._timeout
         groups = [sorted(group) for group in groups]
         own = dist.get_backend(self._pg)
@@ -208,8 +220,8 @@ class ProcessGroupGang(CheckedGang):
         broadcast_pickled(self, objects, source_rank, lambda collective: self._start(collective).wait())
 
     def _check_open(self) -> None:
-        owned = isinstance(self._pg, GangProcessGroup)  # its gang needs no default group
-        if self._closed or not (owned or dist.is_initialized()):  # the end of the default group has ended all others
+        owned = isinstance(self._pg, GangProcessGroup)  # its gang ends it
+        if self._closed or (self._is_torchs and not owned and self._pg not in world.pg_map):
             raise InvalidOperationError("The gang is closed.")
 
     def _start(self, collective: Collective) -> Work:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elasticgang.errors import LayoutError
+from elasticgang.errors import InvalidOperationError, LayoutError
 from elasticgang.gang import GangGrid, ProcessGroupGang, create_fsdp_gangs, create_parallel_gangs
 from tests.integration import contract
 
@@ -46,6 +46,11 @@ def static(args: dict[str, Any], fds: list[int]) -> int:
     _uneven(root)
     _grid(root)
     _named(root)
+    again = ProcessGroupGang(piped.pp.as_process_group(), root.device)
+    piped.pp.close()
+    for call in (again.barrier, again.as_process_group, lambda: piped.device_mesh("pp", "dp")):
+        with pytest.raises(InvalidOperationError, match="closed"):  # its group has ended
+            call()
     root.close()
     for gang in (gangs.tp, piped.pp, hybrid.sdp):  # they ended with the root
         gang.close()

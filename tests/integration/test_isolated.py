@@ -19,12 +19,14 @@ import torch
 import torchft.process_group as torchft
 from torchft.process_group import ProcessGroup
 
+import elasticgang as eg
 from elasticgang.comm import ProcessGroupIsolatedGloo, ProcessGroupIsolatedNCCL
 from elasticgang.errors import (
     ClosedError,
     CollectiveTimeoutError,
     GangError,
     InvalidOperationError,
+    NotSupportedError,
     StaleGenerationError,
 )
 from tests.integration.conftest import Rings
@@ -47,6 +49,31 @@ def pid(pg: Any) -> int:
 def await_work(pg: Any) -> None:
     """Until the comm process has been told of a collective: it is in the middle of it."""
     wait_until(lambda: pg.num_active_work() > 0, "a collective under way", GUARD_S)
+
+
+# -- gangs over them
+
+
+def test_a_gang_over_groups_that_torch_does_not_know(rings: Rings, no_default_group: None) -> None:
+    ring = rings(2)
+    gangs = [eg.ProcessGroupGang(pg, "cpu") for pg in ring.groups]
+
+    def use(rank: int) -> tuple[float, list[object]]:
+        objects: list[object] = [rank]
+        gangs[rank].all_reduce(tensor := torch.ones(1), eg.ReduceOperation.SUM)
+        gangs[rank].broadcast_objects(objects, 1)
+        gangs[rank].barrier()
+        return tensor.item(), objects
+
+    assert ring.each(use) == [(2.0, [1])] * 2
+    with pytest.raises(NotSupportedError, match="does not know"):
+        gangs[0].create_gang([0])
+    gangs[0].close()
+    with pytest.raises(InvalidOperationError, match="closed"):
+        gangs[0].barrier()
+    with pytest.raises(InvalidOperationError, match="closed"):
+        gangs[0].as_process_group()
+    assert ring.sums() == [2.0] * 2  # the group goes on
 
 
 # -- configurations
