@@ -16,7 +16,7 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack
 
 _any_c10d: Any = distributed_c10d  # most of it is untyped
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # -- torch's registry of process groups, in which gangs' groups are registered
 
@@ -435,3 +436,12 @@ def run_untraced(function: types.FunctionType) -> None:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+def outside_graphs(function: _F) -> _F:
+    """A decorator: as `run_untraced`. Besides, torch.compile ends its graph before a call of `function`, which it would
+    inline."""
+    made: Any = function
+    run_untraced(made)
+    made._torchdynamo_disable = True  # what `torch.compiler.disable` sets
+    return function

@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch.futures import Future
 
+from elasticgang.torch_private import outside_graphs
+
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 
@@ -63,6 +65,12 @@ class Work:
     _ending: _Ending | None = None
     _reason: str | None = None
     _polled: Future[bool] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("_wait", "_future"):  # GANG-5
+            if name in vars(cls):
+                outside_graphs(vars(cls)[name])
 
     def __init__(self, reason: str | None = None) -> None:
         """`reason`: why the collective of a poisoned gang was not sent; None: there was nothing to send."""

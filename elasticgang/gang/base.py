@@ -13,6 +13,8 @@ GANG-3  A poisoned gang (an `ElasticGang` whose generation has ended) returns fr
     because they have no correct result.
 GANG-4  Tensors may have any strides, also different ones on each rank: elements correspond by index, not by memory
     address. An output must not share memory among its elements.
+GANG-5  torch.compile ends its graph before a collective of a real gang, and runs it without tracing it: it raises where
+    it traces the methods of a process group.
 """
 
 from __future__ import annotations

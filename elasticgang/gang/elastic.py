@@ -29,6 +29,7 @@ from elasticgang.gang.base import CheckedGang, check_objects
 from elasticgang.gang.fake import simulate
 from elasticgang.gang.objects import broadcast_pickled
 from elasticgang.gang.torch_process_group import GangProcessGroup
+from elasticgang.torch_private import outside_graphs
 
 
 class Group(Protocol):
@@ -144,6 +145,7 @@ class ElasticGang(CheckedGang):
         return self._last().size
 
     @property
+    @outside_graphs
     def is_poisoned(self) -> bool:
         group = None if self._binding is None else self._binding.group
         return group is not None and group.is_poisoned
@@ -205,6 +207,7 @@ class ElasticGang(CheckedGang):
             torch_registry.register(self._process_group, binding.ranks)
         return self._process_group
 
+    @outside_graphs  # GANG-5
     def _start(self, collective: Collective) -> Work:
         binding = self._require_bound(collective.call)
         if self._device.type == "cuda" and _is_captured():  # ELASTIC-3
@@ -223,11 +226,13 @@ class ElasticGang(CheckedGang):
             return Work()
         return binding.group.start(collective)
 
+    @outside_graphs
     def barrier(self) -> None:
         self._require_bound("barrier")
         token = torch.zeros(1, device=self._device)  # ELASTIC-4
         self._perform(Collective("all_reduce", (token,), (token,)))
 
+    @outside_graphs
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         binding = self._require_bound("broadcast_objects")
         check_objects(objects)

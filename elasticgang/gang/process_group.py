@@ -28,7 +28,7 @@ from elasticgang.gang import torch_registry
 from elasticgang.gang.base import CheckedGang, Gang, check_objects, create_one_of
 from elasticgang.gang.objects import broadcast_pickled
 from elasticgang.gang.torch_process_group import GangProcessGroup
-from elasticgang.torch_private import new_group, world
+from elasticgang.torch_private import new_group, outside_graphs, world
 
 _DEFAULT_TIMEOUT = timedelta(minutes=15)
 _num_splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -117,6 +117,7 @@ class ProcessGroupGang(CheckedGang):
         return True
 
     @property
+    @outside_graphs
     def is_poisoned(self) -> bool:
         if isinstance(self._pg, GangProcessGroup):
             return self._pg.gang.is_poisoned
@@ -208,11 +209,13 @@ class ProcessGroupGang(CheckedGang):
         )
         return made
 
+    @outside_graphs
     def barrier(self) -> None:
         self._check_open()
         device_ids = [self._device.index] if self._device.type == "cuda" else None
         _translated("barrier", lambda: dist.barrier(group=self._pg, device_ids=device_ids))
 
+    @outside_graphs
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         self._check_open()
         check_objects(objects)
@@ -224,6 +227,7 @@ class ProcessGroupGang(CheckedGang):
         if self._closed or (self._is_torchs and not owned and self._pg not in world.pg_map):
             raise InvalidOperationError("The gang is closed.")
 
+    @outside_graphs  # GANG-5
     def _start(self, collective: Collective) -> Work:
         self._check_open()
 

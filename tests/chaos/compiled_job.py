@@ -23,7 +23,7 @@ from tests.support import wait_until
 
 STEPS, KILLED_IN = 10, 3
 COME_BACK_S = 150.0  # a guard
-CALLS = ("group", "name", "default", "mesh", "part")
+CALLS = ("group", "name", "default", "mesh", "part", "gang")
 WHOLE = 24  # elements: over 4 ranks, and over 3
 
 
@@ -50,6 +50,14 @@ def reduced(values: Tensor, mesh: DeviceMesh) -> Tensor:
     assert isinstance(doubled, DTensor)
     whole: Tensor = doubled.full_tensor()
     return whole.sum()
+
+
+def by_calls_of(gang: eg.Gang, part: Tensor) -> Tensor:
+    """Of the gang itself, which are run between the graphs."""
+    everyone = part.new_empty(gang.size * len(part))
+    gang.all_gather(everyone, part * 2)
+    gang.all_reduce(everyone, eg.ReduceOperation.MEAN)
+    return everyone.sum() + gang.rank
 
 
 class Count:
@@ -85,6 +93,7 @@ def main() -> None:
 
     by_group, by_name = (compiled(lambda part, group: gathered(part, group)) for _ in range(2))
     by_default, by_mesh, part_of_mesh = (compiled(each) for each in (of_the_default_group, reduced, own_part))
+    by_gang = compiled(lambda gang, part: by_calls_of(gang, part))
     killed, fewer = args.output_dir / "killed", args.output_dir / "fewer"
     if os.environ["LOCAL_RANK"] == "1" and killed.exists():  # it could otherwise be back before the others go on
         wait_until(fewer.exists, "a step without this rank")
@@ -111,6 +120,7 @@ def main() -> None:
                 "name": (by_name, (part, group.group_name), total + 2 * size),
                 "default": (by_default, (part,), total * 10 + rank),
                 "mesh": (by_mesh, (part, mesh), 2 * total),
+                "gang": (by_gang, (root, part), 2 * total + rank),
                 "part": (part_of_mesh, (mesh,), sum(range(first, first + WHOLE // size))),
             }
             found = [calls[name][0](*calls[name][1]) for name in args.calls]

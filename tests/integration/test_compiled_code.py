@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import _functional_collectives as functional
 
 import elasticgang as eg
@@ -106,3 +107,33 @@ def test_a_gang_that_has_ended_takes_its_code_with_it(gang: ElasticGang) -> None
     assert traced(torch.ones(2), made.as_process_group()).item() == 4.0
     gang.bind(Binding(1, (0, 1), None))  # of the next generation
     assert compiled.drop_stale()
+
+
+@pytest.fixture
+def static(no_default_group: None) -> Iterator[eg.ProcessGroupGang]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    gang = eg.ProcessGroupGang(torch.distributed.group.WORLD, CPU)  # type: ignore[arg-type]
+    yield gang
+    gang.close()
+    torch.compiler.reset()
+
+
+# GANG-5
+def test_the_collectives_of_a_static_gang_are_run_between_the_graphs(static: eg.ProcessGroupGang) -> None:
+    def step(part: Tensor) -> Any:
+        total = part * 2
+        static.all_reduce(total, eg.ReduceOperation.MEAN)
+        work = static.broadcast(total, static.size - 1, async_op=True)
+        assert work is not None
+        work.wait()
+        parts = total.new_zeros(static.size, 3)
+        static.all_gather(parts, total + static.rank)
+        static.barrier()
+        objects: list[Any] = [5]
+        static.broadcast_objects(objects)
+        return parts.sum(0) + eg.all_sum(static, 1) + objects[0]
+
+    traced = Traced(step)
+    for _ in range(2):
+        assert traced(torch.ones(3)).tolist() == [8.0] * 3
+    assert traced.num > 1
