@@ -111,7 +111,8 @@ class Gang(ABC):
         """Replace the items of `objects` by those of rank `source_rank`. Uses pickle, so all ranks must be trusted.
 
         Raises:
-            ValueError: `source_rank` is not a rank of this gang, or the lists differ in length.
+            ValueError: `source_rank` is not a rank of this gang, or the lists differ in length; or that of the rank
+                cannot be pickled, which raises pickle's error there. `objects` is unchanged, and the gang usable.
             StepAborted: the generation of an elastic gang has ended. `objects` is unchanged.
         """
 
