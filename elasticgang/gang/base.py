@@ -277,7 +277,8 @@ class Gang(ABC):
         if tensor.layout is not torch.strided:
             raise ValueError(f"`{name}` must be dense (of layout torch.strided), but is of {tensor.layout} instead.")
         if tensor.is_conj() or tensor.is_neg():
-            raise ValueError(f"`{name}` must not be a conjugate or negative view; use `{name}.resolve_conj()`.")
+            solution = "resolve_conj" if tensor.is_conj() else "resolve_neg"
+            raise ValueError(f"`{name}` must not be a conjugate or negative view; use `{name}.{solution}()`.")
 
     def _check_output(self, name: str, tensor: Tensor) -> None:
         """Check a tensor that is written (GANG-4)."""

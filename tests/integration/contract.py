@@ -276,7 +276,8 @@ def refusals(gang: Gang) -> None:
         "`op` must be a ReduceOperation": lambda: gang.all_reduce(good, "sum"),  # type: ignore[call-overload]
         "`op`.*RedOpType": lambda: gang.all_reduce(good, dist.ReduceOp.SUM),  # type: ignore[call-overload]
         "must be a tensor": lambda: gang.all_reduce([1.0], SUM),  # type: ignore[call-overload]
-        "conjugate": lambda: gang.all_reduce(torch.zeros(2, dtype=torch.complex64).conj(), SUM),
+        "resolve_neg": lambda: gang.all_reduce(torch.zeros(2, dtype=torch.complex64).conj().imag, SUM),
+        "conjugate.*resolve_conj": lambda: gang.all_reduce(torch.zeros(2, dtype=torch.complex64).conj(), SUM),
         "by sum needs a dtype": lambda: gang.all_reduce(torch.zeros(2).to(torch.float8_e4m3fn), SUM),
         "by min needs a dtype": lambda: gang.all_reduce(torch.zeros(2, dtype=torch.complex64), ReduceOperation.MIN),
         "must be a list": lambda: gang.broadcast_objects((1, 2)),  # type: ignore[arg-type]
