@@ -10,7 +10,7 @@ AGENT-3  A newcomer ends no generation. The agent notifies the others, which reg
 AGENT-4  Before the first generation, the agent waits for ranks that are still starting, until `StartExpired`.
 AGENT-5  Once a member has finished its steps, no rank is restarted. An agent that waits for the fate of the last step
     then fails when the coordinator notifies it that no record can be decided, unless ranks of this host have finished
-    with the same parts of the model: those in doubt are retired.
+    with the same parts of the model, or those in doubt are spares: they are retired.
 AGENT-6  A participating agent with no running rank still keeps a request open: the next record waits for every agent
     of the present one.
 AGENT-7  A peer's notice is about the present generation or ignored. The session repeats one that came before its
@@ -623,6 +623,9 @@ class AgentState:
         if why is not None:
             return [Fail(2, f"the job refused this host: {why}")]
         if self.finished and self.may_request():  # AGENT-5
+            rest = tuple(member for member, rank in self._in(_Phase.REQUESTING).items() if self._can_finish(rank))
+            if all(self._part_of(member) is None for member in rest):  # spares: what they hold is committed
+                return [RetireMembers(rest, "the job has finished")]
             return [Fail(1, f"others have finished, but here the last step is in doubt: {answer.reason}")]
         return []
 

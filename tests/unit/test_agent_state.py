@@ -444,6 +444,18 @@ def test_a_rank_in_doubt_is_retired_when_another_has_finished_with_its_part() ->
     assert host.is_answered(lost) == [RetireMembers(("a0",), "the job has finished")]
 
 
+# AGENT-5
+def test_a_spare_with_the_last_step_is_retired_when_others_have_finished() -> None:
+    """In a sharded job, one whose replica group has lost a rank after the last step."""
+    host = running(2)
+    tip = Attempt(3, 1)
+    for member in ("a0", "a1"):
+        host.asks(member, tip=tip)
+    host.is_answered(record_of(["a0"], 2, spares=["a1"], committed=tip))
+    host.leaves("a0", finished=True)
+    assert host.is_answered(Undecided("too few")) == [RetireMembers(("a1",), "the job has finished")]
+
+
 def test_a_rank_that_leaves_when_it_is_seated_ends_the_new_generation() -> None:
     host = running(1)
     host.start("a1")
