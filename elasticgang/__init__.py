@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from elasticgang.errors import (
         CheckpointError,
         CollectiveTimeoutError,
+        DamagedStateError,
         DeviceError,
         ElasticGangError,
         EvictedError,
@@ -91,6 +92,7 @@ _HOMES = {
     "elasticgang.errors": (
         "CheckpointError",
         "CollectiveTimeoutError",
+        "DamagedStateError",
         "DeviceError",
         "ElasticGangError",
         "EvictedError",
@@ -152,6 +154,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveTimeoutError",
     "CommProcess",
+    "DamagedStateError",
     "DataLoader",
     "DeviceError",
     "DistributedDataParallel",

@@ -10,6 +10,7 @@
         ClosedError (OSError)           the process group was shut down
       OperationalError                the environment failed
         DeviceError                     raised by a script: its device is broken
+        DamagedStateError               the states of replicas differ; this rank must not go on with its own
       InternalError                   a bug in elasticgang
       GangError (RuntimeError)        drop the step, enter the next generation
         PeerLostError                   a peer, or the comm process, has died or left
@@ -57,6 +58,16 @@ class DeviceError(OperationalError):
     """This rank's device is broken. A script that finds this raises it: the agent restarts the rank, and after
     `--device-faults` of them in an hour on another device, or not at all. CUDA errors have the same effect without
     it."""
+
+
+class DamagedStateError(OperationalError):
+    """`--compare-state` has found that the training states of ranks with the same part of the model differ. `heals`:
+    this rank's is damaged, and its successor heals from the others. Otherwise nobody can say which is right: every rank
+    raises this, and the job ends. The state of each checkpoint was compared before it was saved."""
+
+    def __init__(self, message: str, *, heals: bool = False) -> None:
+        super().__init__(message)
+        self.heals = heals
 
 
 class InternalError(ElasticGangError):

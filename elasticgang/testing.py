@@ -30,6 +30,7 @@ PLACES = {
     "applied": "the committed step is applied to the state of this rank",
     "abort_noticed": "the agent's notice that a generation ended is received; on the thread that reads from the agent",
     "abort_begun": "the groups of that generation are being ended; on the same thread, which has waited for nothing",
+    "states_compared": "one of the sums of a comparison of states is received; nothing follows from it yet",
     "requesting": "the rank has left its generation; its request for the next is not sent",
     "requested": "the request is sent",
     "record_received": "the next record is received; the rank has not acted on it",

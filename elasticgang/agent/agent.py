@@ -49,6 +49,7 @@ from elasticgang.protocol.agent_events import (
     AgentEvent,
     AgentInstruction,
     AnnounceJoin,
+    BroadcastDifference,
     BroadcastFailure,
     Committed,
     CoordinatorConnected,
@@ -342,6 +343,8 @@ class Agent:
                 self._events.write("requested", newest_commit=self._changes.pace.newest)
             case BroadcastFailure(member, local_rank, step):
                 self._control_plane.broadcast_failed(member, local_rank, step)
+            case BroadcastDifference(step, generation, text):
+                self._control_plane.broadcast_difference(step, generation, text)
             case NotifyOver(generation, reason):
                 self._control_plane.broadcast_over(generation, reason)
             case NotifyFinished(generation):
@@ -454,6 +457,7 @@ class Agent:
                 "job": self._job.job_id,
                 "collective_timeout": self._job.collective_timeout,
                 "process_group": self._job.process_group,
+                "compare_state": self._job.compare_state,
                 "credentials": self._job.credentials.to_json(),
                 "optimizer_bytes": self._ranks.optimizer_bytes,
                 "left_files": self._left_files.path,

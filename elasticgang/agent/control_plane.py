@@ -43,6 +43,7 @@ from elasticgang.protocol.agent_events import (
     PeerFailed,
     PeerNotice,
     RecordAnswered,
+    StateDiffers,
 )
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
@@ -305,6 +306,9 @@ class ControlPlane:
         self._failures.append((member, local_rank, step))
         self._tell_peers("failed", self._failures[-1])
 
+    def broadcast_difference(self, step: int, generation: int, text: str) -> None:
+        self._tell_peers("differs", (step, generation, text))
+
     def broadcast_blocked_on(self, waits: list[list[Any]]) -> None:
         self._blocked_on = waits
         self._tell_peers("blocked_on", waits)
@@ -415,6 +419,9 @@ class ControlPlane:
             case "failed":
                 member, local_rank, step = data
                 self._callbacks.handle(PeerFailed(agent, str(member), int(local_rank), int(step)))
+            case "differs":
+                step, generation, text = data
+                self._callbacks.handle(StateDiffers(int(step), int(generation), str(text), True, is_own=False))
             case "blocked_on":
                 self._callbacks.on_peer_blocked(agent, data)
             case "successors":

@@ -42,10 +42,11 @@ class Job:
 
     `coordinator`: "host:port"; None starts an embedded one. `command`: the arguments of `rank_target`.
     `rank_target`: the function that a rank process calls first, "module:function". `preload`: modules that the fork
-    server imports before it forks. `process_group`: None for the default of the ranks' device. `num_spares`: processes
-    beyond `num_ranks` that wait to replace a lost rank. `max_agents`: 0 for no limit. `devices`: the indices of this
-    host's devices, empty if they are unknown, and `max_device_faults`: see `protocol/devices.py`. `env`: environment
-    variables of all started processes. Times are in seconds.
+    server imports before it forks. `process_group`: None for the default of the ranks' device. `compare_state`: the
+    steps from one comparison of the ranks' states to the next; 0: none. `num_spares`: processes beyond `num_ranks` that
+    wait to replace a lost rank. `max_agents`: 0 for no limit. `devices`: the indices of this host's devices, empty if
+    they are unknown, and `max_device_faults`: see `protocol/devices.py`. `env`: environment variables of all started
+    processes. Times are in seconds.
     """
 
     command: dict[str, Any]
@@ -54,6 +55,7 @@ class Job:
     num_ranks: int
     job_id: str
     process_group: str | None = None
+    compare_state: int = 0
     num_spares: int = 0
     coordinator: str | None = None
     connect_timeout: float = 10.0

@@ -22,6 +22,7 @@ from elasticgang.protocol.agent_events import (
     RankEntered,
     RecordRequested,
     ScriptRaised,
+    StateDiffers,
 )
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
 from elasticgang.protocol.agent_state import LEFT_STEP, describe_exit
@@ -99,6 +100,12 @@ class RankEvents:
                 if loss["kind"] not in DATA_WORKER_LOSSES:
                     raise ValueError(f"unknown kind of loss {loss['kind']!r}")
                 self._events.write("data_worker_lost", member=rank.member, local_rank=rank.local_rank, **loss)
+            case "state_differs":
+                told = {name: message[name] for name in ("step", "generation", "text")}
+                self._events.write("state_differs", member=rank.member, local_rank=rank.local_rank, **told)
+                if self._has_seat(rank.member):
+                    reporter.caused("the states of ranks differ", "failed", time.monotonic(), is_root=True)
+                self._handle(StateDiffers(**told, ends_job=message["ends_job"]))
             case "spare":
                 self._events.write(
                     "spare",
@@ -183,6 +190,7 @@ class RankEvents:
                 device_fault=self._device_fault(rank),
                 taken=rank.taken,
                 differs=bool(failure and failure["differs"]),
+                heals=bool(failure and failure["heals"]),
             )
         )
 

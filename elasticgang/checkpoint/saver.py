@@ -113,6 +113,15 @@ class DurableCheckpoints:
         """Whether this rank's vote proposes a save (SCHEDULE-1)."""
         return self._schedule.proposes
 
+    @property
+    def schedule(self) -> str:
+        """Which steps are saved, in words."""
+        return self._schedule.words
+
+    def is_due(self, state: MemberState) -> bool:
+        """Whether all ranks of the generation save the state that `state` describes, unless it is saved already."""
+        return state.record is not None and self._schedule.is_due(state.committed, state.record.generation)
+
     def count(self, num_proposals: float, num_saving: float, generation: int) -> None:
         """A vote of `generation` has been counted: so many ranks proposed a save, and had one under way."""
         self._schedule.count(num_proposals, generation)
@@ -284,12 +293,13 @@ class DurableCheckpoints:
         if self._save is not None and self.is_saving:
             self._save.cancel()
 
-    def close(self, member: str, state: MemberState) -> None:
-        """Save the state, if it is due, and wait until the save under way has ended."""
+    def close(self, member: str, state: MemberState, *, saves: bool = True) -> None:
+        """Save the state, if it is due and `saves`, and wait until the save under way has ended."""
         if not self._has_begun_last:
             self._await_save(FINISH_TIMEOUT_S)
-            self._server.registered.keep_snapshot()  # it is from the beginning of the last step
-            self.begin(member, state)
+            if saves:
+                self._server.registered.keep_snapshot()  # it is from the beginning of the last step
+                self.begin(member, state)
             if self._await_save(FINISH_TIMEOUT_S):
                 log.warning("the last save has not ended in %g s", FINISH_TIMEOUT_S)
         if self._writer is not None:

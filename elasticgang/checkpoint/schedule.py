@@ -37,6 +37,12 @@ class Schedule:
             return False
         return self._clock() >= self._since + self._every_seconds
 
+    @property
+    def words(self) -> str:
+        """For messages."""
+        every = self._every_seconds if self._every_steps is None else self._every_steps
+        return f"every {every:g} {'seconds' if self._every_steps is None else 'steps'}"
+
     def count(self, num_proposals: float, generation: int) -> None:
         """A vote of `generation` has been counted."""
         self._agreed = generation if num_proposals else 0

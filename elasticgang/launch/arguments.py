@@ -481,6 +481,16 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "the maximum of 30, ten median steps, and twice the longest pause after which a rank went on). If all ranks "
         "make no progress for as long, none is killed, and a warning shows their Python stacks",
     )
+    run.add_argument(
+        "--compare-state",
+        type=_at_least_one,
+        default=0,
+        metavar="N",
+        help="after every N steps, before each checkpoint, and after the last step, compare the parameters and the "
+        "optimizers' state of ranks that hold the same part of the model, bit by bit. Ranks that differ from more than "
+        "half of them end, as after a failure of the script; without such a majority the job ends. The same on all "
+        "hosts. Hosts of unlike hardware may round differently (default: never)",
+    )
     _add_credentials_arguments(run)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="the training script")

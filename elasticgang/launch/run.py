@@ -76,6 +76,7 @@ def run_job(args: argparse.Namespace, credentials: Credentials, listeners: Mappi
         grace_period=args.grace_period,
         collective_timeout=args.collective_timeout,
         process_group=args.process_group,
+        compare_state=args.compare_state,
         hang_timeout=args.hang_timeout,
         coordinator_timeout=args.coordinator_timeout,
         min_agents=args.nnodes[0],

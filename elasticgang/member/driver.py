@@ -66,6 +66,7 @@ class MemberDriver:
 
     def __init__(self, rendezvous: Rendezvous, state_server: StateServer, device: torch.device) -> None:
         self.lifecycle = MemberLifecycle(rendezvous.member, rendezvous.local_rank, state_server.address)
+        self.lifecycle.comparison.every = rendezvous.compare_state
         self.reducers: list[Reducer] = []
         self.seat_state: SeatState | None = None
         self.checkpoints: Checkpoints | None = None
@@ -261,6 +262,14 @@ class MemberDriver:
                 return is_loaded
             case do.Poison(error):
                 rendezvous.poison(error)
+            case Do.IS_SAVE_DUE:
+                return self.checkpoints is not None and self.checkpoints.is_due(self.lifecycle.state)
+            case Do.DIGEST_STATE:
+                return state_server.digest_state(self._page.beat)
+            case do.SumState(values):
+                sums = rendezvous.start_sum(values)()
+                reached("states_compared")
+                return sums
             case do.BuildSeat(coordinates, layout):
                 self._build_seat(ModelCoordinates(*coordinates), layout)
                 self._compare_form((layout, *coordinates))
@@ -293,12 +302,16 @@ class MemberDriver:
             case do.SendRequest():
                 if self._model is None:  # a module may change once it is used
                     self._model = "" if self.seat_state is not None else state_server.model
-                rendezvous.perform(dataclasses.replace(instruction, model=self._model))
+                saves = ""
+                if rendezvous.compare_state and self.checkpoints is not None:  # COMPARE-1
+                    saves = self.checkpoints.schedule
+                rendezvous.perform(dataclasses.replace(instruction, model=self._model, saves=saves))
             case do.SendLeft():
                 reached("leaving")
                 if self.checkpoints is not None:
                     with self._page.paused():
-                        self.checkpoints.close(rendezvous.member, self.lifecycle.state)
+                        may_save = self.lifecycle.comparison.has_passed  # COMPARE-3
+                        self.checkpoints.close(rendezvous.member, self.lifecycle.state, saves=may_save)
                         final = self.lifecycle.state.committed
                         if self._has_failed_last and not self.checkpoints.has(final):
                             rendezvous.tell_unsaved(final.step)

@@ -78,6 +78,10 @@ class StateServer(Protocol):
         """The settings with which the peer at `source` is about to apply `attempt`, or `own` if they are alike. None:
         it does not say that within a time limit, does not answer, or `cancelled`."""
 
+    def digest_state(self, beat: Callable[[], object]) -> tuple[list[int], Callable[[Sequence[int]], str]]:
+        """The outcome of `Do.DIGEST_STATE`, of parameters and the state of optimizers. Waits for what the current
+        stream of their device has queued. `beat`: called between tensors."""
+
     def wait_for_memory(self) -> None:
         """Wait until memory for a heal is there, up to a limit, once."""
 
@@ -132,6 +136,13 @@ class Checkpoints(Protocol):
     def is_saving(self) -> bool:
         """Whether this rank's share of a save is not written yet."""
 
+    @property
+    def schedule(self) -> str:
+        """Which steps are saved, in words."""
+
+    def is_due(self, state: MemberState) -> bool:
+        """Whether all ranks of the generation save the state that `state` describes, unless it is saved already."""
+
     def count(self, num_proposals: float, num_saving: float, generation: int) -> None:
         """A vote of `generation` has been counted, in which so many ranks proposed to save, and were saving."""
 
@@ -156,8 +167,8 @@ class Checkpoints(Protocol):
     def drop(self) -> None:
         """Give up the save under way."""
 
-    def close(self, member: str, state: MemberState) -> None:
-        """This rank leaves. Save the state, if it is due, and wait for the disk."""
+    def close(self, member: str, state: MemberState, *, saves: bool = True) -> None:
+        """This rank leaves. Save the state, if it is due and `saves`, and wait for the disk."""
 
 
 class Mover(Protocol):
@@ -248,10 +259,12 @@ class SlotKeeper(Protocol):
 
 
 class Rendezvous(Protocol):
-    """How a rank enters and leaves generations. `ElasticRendezvous` has an agent, `LocalRendezvous` has none."""
+    """How a rank enters and leaves generations. `ElasticRendezvous` has an agent, `LocalRendezvous` has none.
+    `compare_state`: the steps from one comparison of states to the next; 0: none."""
 
     member: str
     local_rank: int
+    compare_state: int
     page: StatusPage
     drain: Drain
 

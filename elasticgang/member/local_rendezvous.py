@@ -28,6 +28,7 @@ class LocalRendezvous:
 
     member = "alone"
     local_rank = 0
+    compare_state = 0  # with nobody
     num_collectives = 0  # those of fake gangs always have a result
 
     def __init__(self, layout: ParallelLayout, device: torch.device) -> None:

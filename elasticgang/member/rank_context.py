@@ -11,11 +11,11 @@ from elasticgang.session.credentials import Credentials
 @dataclass(frozen=True)
 class RankContext:
     """What an agent passes to a rank process that it starts. `host`: the address at which peers reach this host.
-    `process_group`: the kind that carries the data; None: the default of the rank's device. `credentials` authenticate
-    the rank and the peers that heal from it. `link`, `door`, `forks`, `page` and `lease` are descriptors: the
-    connection to the agent, the socket by which the agent takes further ones, the connection to its fork server, the
-    rank's status page, and the host's lease. `drain`: whether the rank drains. `optimizer_bytes`: the size of the state
-    of optimizers of a rank of this host, as of `StatusPage`; 0: not known."""
+    `process_group`: the kind that carries the data; None: the default of the rank's device. `compare_state`: as of
+    `Job`. `credentials` authenticate the rank and the peers that heal from it. `link`, `door`, `forks`, `page` and
+    `lease` are descriptors: the connection to the agent, the socket by which the agent takes further ones, the
+    connection to its fork server, the rank's status page, and the host's lease. `drain`: whether the rank drains.
+    `optimizer_bytes`: the size of the state of optimizers of a rank of this host, as of `StatusPage`; 0: not known."""
 
     member: str
     local_rank: int
@@ -24,6 +24,7 @@ class RankContext:
     host: str
     collective_timeout: float
     process_group: str | None
+    compare_state: int
     credentials: Credentials
     link: int
     door: int

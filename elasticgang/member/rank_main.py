@@ -18,7 +18,7 @@ import traceback
 from typing import Any, NoReturn
 
 from elasticgang import environment
-from elasticgang.errors import GangError, MismatchError
+from elasticgang.errors import DamagedStateError, GangError, MismatchError
 from elasticgang.member.drain import Drain
 from elasticgang.member.rank_context import RankContext, inherit
 from elasticgang.process import death_watch, framing, memory_files, stacks, status_page, sum_block
@@ -57,6 +57,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
             host=args["host"],
             collective_timeout=args["collective_timeout"],
             process_group=args["process_group"],
+            compare_state=args["compare_state"],
             credentials=credentials,
             link=link,
             door=door,
@@ -178,6 +179,7 @@ def _send_failure(notices: socket.socket, exc: BaseException, fault: str | None)
     text = _traceback_of(exc)[-_MAX_TRACEBACK:]
     fields = {"traceback": text, "error": _error_line(exc), "blameless": blameless, "device_fault": fault}
     fields["differs"] = isinstance(exc, MismatchError)
+    fields["heals"] = isinstance(exc, DamagedStateError) and exc.heals
     with contextlib.suppress(OSError):
         notices.sendall(framing.pack("failed", **fields))
 

@@ -107,7 +107,7 @@ class ElasticRendezvous:
     ) -> None:
         """`process_group`: see `join`."""
         self.member, self.local_rank = context.member, context.local_rank
-        self._context = context
+        self._context, self.compare_state = context, context.compare_state
         self._layout, self._device = layout, device
         self._families = (*FAMILIES, *layout.further_axes)
         is_sharded = any(option.sdp > 1 for option in layout.options)
@@ -256,6 +256,8 @@ class ElasticRendezvous:
                 if announces:
                     self._link.send("committed", step=attempt.step, generation=attempt.generation)
                 self._groups.end_halted()
+            case do.ReportDifference():
+                self._link.send("state_differs", **asdict(instruction))
             case do.SendLeft():
                 self._link.send("left", **asdict(instruction), unsaved=self._unsaved)
             case Do.CLOSE:
@@ -269,6 +271,7 @@ class ElasticRendezvous:
             "number of steps": str(request.num_steps),
             "process group": self._process_group,
             "model": request.model,
+            "--compare-state": f"{self.compare_state}{request.saves and f', with saves {request.saves}'}",
         }
         reached("requesting")
         self._link.send(

@@ -31,6 +31,7 @@ EventName = Literal[
     "standstill",
     "data_worker_lost",
     "device_fault",
+    "state_differs",
     "warned",
     "tls_renewed",
     "accept failed",

@@ -20,7 +20,7 @@ _NUM_LINES = 10
 _NUM_MEMBERS = 12  # of each kind, in a story
 _MAX_VALUE = 120  # characters of a list, in a line
 _HIDDEN = frozenset({"t", "wall", "event"})
-_NOTABLE = frozenset({"hung", "warned", "signal", "data_worker_lost"})  # before a change, told with it
+_NOTABLE = frozenset({"hung", "warned", "signal", "data_worker_lost", "state_differs"})  # before a change, told with it
 _PHASE_WORDS = {
     "leave": "until the ranks had left the old generation",
     "abort": "to end its collectives",

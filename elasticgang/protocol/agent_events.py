@@ -70,7 +70,8 @@ class Exited:
     caused. `draining`: it was asked to leave for good. `joined`: it has called `elasticgang.join`. `raised`: its script
     raised an exception, whatever the status says. `step`: the last one it began. `at_s`: CLOCK_MONOTONIC seconds.
     `device_fault`: how the rank's device has failed; None: it has not. `taken`: that device. `differs`: it has raised
-    that its training state is of another form than that of the other ranks.
+    that its training state is of another form than that of the other ranks. `heals`: it has raised that its training
+    state is damaged, and others have the right one.
     """
 
     member: str
@@ -84,6 +85,7 @@ class Exited:
     device_fault: str | None = None
     taken: Taken = NOT_JOINED
     differs: bool = False
+    heals: bool = False
 
 
 @value(frozen=True)
@@ -140,6 +142,18 @@ class Finished:
     """A member of another agent has done all steps."""
 
 
+@value(frozen=True)
+class StateDiffers:
+    """Ranks have found in `generation` that their training states differ after `step`. `ends_job`: nobody can say which
+    is right. Each rank that knows it says so. `is_own`: a rank of this agent does, and not another agent."""
+
+    step: int
+    generation: int
+    text: str
+    ends_job: bool
+    is_own: bool = True
+
+
 Event = (
     Started
     | NotStarted
@@ -151,6 +165,7 @@ Event = (
     | StartExpired
     | PeerNotice
     | PeerFailed
+    | StateDiffers
     | Finished
     | RecordAnswered
 )
@@ -274,6 +289,15 @@ class BroadcastFailure:
 
 
 @value(frozen=True)
+class BroadcastDifference:
+    """Notify all other agents that nobody can say whose state is right, as of `StateDiffers`."""
+
+    step: int
+    generation: int
+    text: str
+
+
+@value(frozen=True)
 class ReportDeviceFault:
     """Write that `device` has failed for the `number`-th time in an hour, while the rank `local_rank` used it, because
     of `reason`. `next_device`: where the rank is restarted; None: it is not. `uuid`: of the device; "" if unknown.
@@ -341,6 +365,7 @@ Instruction = (
     | DeliverRecord
     | Restart
     | BroadcastFailure
+    | BroadcastDifference
     | ReportDeviceFault
     | RetireMembers
     | Fail

@@ -30,6 +30,9 @@ AGENT-12  A rank that comes to a job which has committed a step, and differs fro
     if it requests with another layout, number of steps or process group, or raises that its training state is of
     another form (DRIVER-4), or its global batch another one (POSITION-3). Where the job starts, or goes back to a
     checkpoint, such a rank ends it as any failure of its script does.
+AGENT-13  Ranks that have found a difference of their states tell the agent, so that a rank that dies then does not take
+    the news with it, and a script that catches the error does not hide it. The first one is told. If nobody can say who
+    is right, the agent fails at once, and so do the others, whose ranks may not know it.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.agent_events import (
     Abort,
     AnnounceJoin,
+    BroadcastDifference,
     BroadcastFailure,
     Committed,
     DeliverRecord,
@@ -66,6 +70,7 @@ from elasticgang.protocol.agent_events import (
     RetireMembers,
     Started,
     StartExpired,
+    StateDiffers,
     Warn,
 )
 from elasticgang.protocol.commit import Attempt
@@ -91,6 +96,7 @@ _MAX_NOT_STARTED = 12  # about a minute and a half
 _ALIKE = {  # by setting, what a rank does that differs from the others (AGENT-12)
     "number of steps": "loops over {} steps, but the other ranks over {}",
     "process group": "has the process group {}, but the other ranks {}",
+    "--compare-state": "has the --compare-state {}, but the other ranks {}",
 }
 LEFT_STEP = "left a step by an exception, and goes on"  # of a rank, in messages
 
@@ -143,6 +149,7 @@ class AgentState:
     _layout: ParallelLayout | None = None
     _settings: tuple[tuple[str, str], ...] = ()
     _ranks: dict[str, _Rank] = field(default_factory=dict)
+    _difference: tuple[int, int] = 0, 0  # the generation and the step of the last one that was found
     _over: int = 0  # the newest generation of whose end this agent has sent or received a notice
     _num_started: int = 0
     _num_never_started: int = 0  # ranks that had no device when this state began (DEVICE-2)
@@ -200,6 +207,8 @@ class AgentState:
             case PeerFailed(agent, member, local_rank, step):
                 why = self.restarts.failed_elsewhere(member, f"rank {local_rank} of agent {agent}", step)
                 return [] if why is None else [Fail(1, why)]
+            case StateDiffers():
+                return self._state_differs(event)
             case Finished():
                 self.finished = True
                 return self._retire_the_rest() + self._request_if_ready()
@@ -535,7 +544,7 @@ class AgentState:
         if event.differs and event.step is not None:  # AGENT-12: its successor would be the one that comes late
             reason = reason or f" in step {event.step}, because it differs from the others"
         notices: list[Instruction] = []
-        if event.step is not None and self.is_awaited():
+        if event.step is not None and not event.heals and self.is_awaited():
             notices = [BroadcastFailure(event.member, rank.local_rank, event.step)]
         if reason is not None:
             return [*notices, Fail(code, what + reason)]
@@ -567,6 +576,17 @@ class AgentState:
                 "loops over `manager.steps(...)`, and uses `manager.gangs`"
             )
         ]
+
+    def _state_differs(self, event: StateDiffers) -> list[Instruction]:
+        """AGENT-13."""
+        found = event.generation, event.step
+        if found == self._difference:
+            return []
+        self._difference = found
+        if not event.ends_job:
+            return [Warn(event.text)]
+        notices = [BroadcastDifference(event.step, event.generation, event.text)] if event.is_own else []
+        return [*notices, Fail(1, event.text)]
 
     def _not_started(self, local_rank: int, reason: str) -> list[Instruction]:
         self._num_not_started += 1
@@ -675,7 +695,7 @@ def describe_exit(status: int, *, is_early: bool = False) -> str:
 
 
 def _failure_of(rank: _Rank, event: Exited) -> Failure:
-    return Failure(event.member, rank.local_rank, event.step, event.at_s)
+    return Failure(event.member, rank.local_rank, event.step, event.at_s, event.heals)
 
 
 def _script_status(event: Exited) -> int:

@@ -180,8 +180,8 @@ class Heartbeat:
 
 @value(frozen=True)
 class PeerMessage:
-    """The coordinator forwards it to all other agents: successors, hang edges, failures of scripts. It decides nothing.
-    `agent`: the sender, set by the coordinator."""
+    """The coordinator forwards it to all other agents: successors, hang edges, failures of scripts, differences of
+    states. It decides nothing. `agent`: the sender, set by the coordinator."""
 
     topic: str
     data: str

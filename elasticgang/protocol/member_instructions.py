@@ -62,6 +62,11 @@ class Do(Instruction, enum.Enum):
     IS_SAVED = "whether a checkpoint of the final state is complete"
     DROP_SAVE = "give the save of the final state up, because another rank's share of it is missing"
     FIND_CHECKPOINT = "find the newest durable checkpoint that this rank can load; the outcome is its name or None"
+    IS_SAVE_DUE = "whether all ranks of the generation save the state of this boundary"
+    DIGEST_STATE = (
+        "digest each tensor of the state that replicas have alike; the outcome: the digests, below 2**52, and a "
+        "function that names the tensors with given numbers"
+    )
     CLOSE = "end the comm processes and stop serving state"
 
 
@@ -137,6 +142,24 @@ class StartSum(Instruction):
 
 
 @value(frozen=True)
+class SumState(Instruction):
+    """Sum `values` over all seats at a boundary between steps. The outcome: the sums."""
+
+    values: tuple[float, ...]
+
+
+@value(frozen=True)
+class ReportDifference(Instruction):
+    """Tell the agent that the states of ranks differ after `step`, as was found in `generation`. `ends_job`: nobody can
+    say which is right."""
+
+    step: int
+    generation: int
+    text: str
+    ends_job: bool = False
+
+
+@value(frozen=True)
 class MakeReady(Instruction):
     """Make the prepared gradients ready to be applied with the sum of the weights and of what was measured."""
 
@@ -185,13 +208,14 @@ class Delay(Instruction):
 class SendRequest(Instruction):
     """Request the next generation's record. `error`: what ended the one before. `checkpoint`: the newest that this rank
     can load. `num_steps`: that the script takes. `model`: what the driver knows of the model, in words;
-    empty if it depends on the seat."""
+    empty if it depends on the seat. `saves`: which steps it saves, in words; empty if it saves none."""
 
     report: MemberReport
     error: GangError | None
     checkpoint: CheckpointRef | None = None
     num_steps: int = 0
     model: str = ""
+    saves: str = ""
 
 
 @value(frozen=True)

@@ -43,6 +43,8 @@ MANAGER-18  A rank without state, whose peers hold a later step than its script'
 MANAGER-19  If an exception leaves a step that is not committed, and the script goes on, the generation ends: the other
     ranks wait for collectives of that step that this rank does not start any more. What forward has changed is
     restored then too.
+MANAGER-20  With `--compare-state`, a boundary is passed, also by a rank that leaves there, after the comparison that is
+    due at it (COMPARE-1). A generation that ends in a comparison counts as a lost attempt at the step (MANAGER-17).
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ from elasticgang.protocol.device_errors import device_fault
 from elasticgang.protocol.member_instructions import Do, Instruction, Observed
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, CheckpointRef, Record, Seat
+from elasticgang.protocol.state_comparison import StateComparison
 
 MAX_LOST_STEPS = 100
 MAX_NOT_ENTERED = 20
@@ -114,6 +117,7 @@ class MemberLifecycle:
         self.state = MemberState(member)
         self.observed = Observed()
         self.max_lost_steps, self.max_not_entered = MAX_LOST_STEPS, MAX_NOT_ENTERED
+        self.comparison = StateComparison(self.state)
         self.saves_last = False  # the job has durable checkpoints
         self.has_left = False
         self._local_rank, self._address = local_rank, address
@@ -150,7 +154,7 @@ class MemberLifecycle:
         if self._loads and not self._is_over:
             return Next.LOAD
         is_last = state.committed.step >= num_steps
-        is_done = is_last and (self._has_saved or not self.saves_last)
+        is_done = is_last and (self._has_saved or not self.saves_last) and self.comparison.has_passed
         if is_done and state.tip is not None:
             return Next.LEAVE
         if self._gives_up or self._is_past_end(num_steps):
@@ -196,9 +200,13 @@ class MemberLifecycle:
 
         Raises:
             OperationalError: too many attempts in a row were lost (MANAGER-17), or the job has more steps (MANAGER-18).
+            DamagedStateError: COMPARE-5.
             EvictedError, StateLostError, SystemExit: as `_next_generation` does.
         """
         yield from self._end_left_step()
+        if self.has_seat and not (self._is_over or self._loads or self._is_past_end(num_steps)):  # MANAGER-20
+            yield from self.comparison.compare(num_steps)
+            self._num_lost += self._is_over
         state, what = self.state, self.at_boundary(num_steps)
         self._num_steps = num_steps
         if what is Next.REGROUP:
@@ -255,6 +263,7 @@ class MemberLifecycle:
             loaded = yield do.Move(state.holders(), layout, state.committed)
         if loaded:
             state.healed()
+            self.comparison.state_loaded()
             yield Do.REPORT_HEALED
         else:
             self._num_lost += 1

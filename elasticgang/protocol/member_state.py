@@ -145,6 +145,18 @@ class MemberState:
         """This rank has loaded the committed state from a peer."""
         self.tip, self.torn = self.committed, False
 
+    def damaged(self) -> None:
+        """Nobody may take this rank's state, although it has applied every step (COMPARE-5)."""
+        self.torn, self.tip = True, None
+
+    def comparing(self) -> list[tuple[str, ...]]:
+        """The active members of each part of the model, in one order on all members."""
+        assert self.record is not None
+        found: dict[tuple[int, int, int], list[str]] = {part: [] for part in self._parts()}
+        for member in sorted(self.active, key=self.record.plan.ranks.__getitem__):
+            found[self.record.model_coordinates(member)].append(member)
+        return [tuple(members) for members in found.values()]
+
     def prepare(self, attempt: Attempt) -> None:
         """The gradients of `attempt` are reduced, and this rank can apply them without its peers. It needs a whole
         state."""

@@ -4,7 +4,8 @@ Pure: the time is an argument. A failure is an exception, a non-zero exit code o
 outside is not a failure, and neither is an error that a lost peer caused.
 
 RESTART-1  A failure ends the job if the rank has never committed a step: its script does not work.
-RESTART-2  A step that fails a second time, on any rank of any host, ends the job: no single machine is at fault.
+RESTART-2  A step that fails a second time, on any rank of any host, ends the job: no single machine is at fault. A rank
+           whose state is damaged (COMPARE-5) does not count: several may be found at once.
 RESTART-3  A restarted rank that fails before its first step is given up if it has failed in this way before, since its
            last committed step: the others train, and it would not with what it finds now, such as an edited script.
 RESTART-4  Otherwise a rank is restarted, `max_restarts` times in `WINDOW_S`; the next failure ends the job. With 0, the
@@ -20,12 +21,14 @@ WINDOW_S = 3600.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of `member`, a process of the rank `local_rank`. `step`: the last one it began; None: it began none."""
+    """A failure of `member`, a process of the rank `local_rank`. `step`: the last one it began; None: it began none.
+    `heals`: its state was damaged."""
 
     member: str
     local_rank: int
     step: int | None
     at_s: float
+    heals: bool = False
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Restarts:
         recent.append(failure.at_s)
         if step is None:
             self._failed_early.add(rank)
-        before = None if step is None else self._add(step, failure.member, f"rank {rank}")
+        before = None if step is None or failure.heals else self._add(step, failure.member, f"rank {rank}")
         if self.max_restarts == 0:
             return "; --max-restarts is 0"
         if rank not in self._have_committed:  # RESTART-1

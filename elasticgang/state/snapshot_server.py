@@ -29,7 +29,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.form import Form
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.host_addresses import addresses_of
-from elasticgang.state import form_exchange, heal_addresses, serving, staging, transport
+from elasticgang.state import form_exchange, heal_addresses, serving, staging, state_bits, transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.digests import Digests, digest_for
 from elasticgang.state.form_exchange import FormExchange
@@ -167,6 +167,11 @@ class SnapshotServer:
     def form(self) -> Form:
         """As of `RegisteredState`."""
         return self._state.form
+
+    def digest_state(self, beat: Callable[[], object]) -> tuple[list[int], Callable[[Sequence[int]], str]]:
+        """Of each tensor of the large state, below 2**52, and what names them. `beat`: called before each."""
+        names, digests = state_bits.digest(self._state.large(), beat)
+        return digests, functools.partial(state_bits.in_words, names)
 
     def announce_form(self, part: Sequence[int], form: Form) -> None:
         """Answer peers that ask for the form of `part` of the model, which this rank has, until `unregister`."""

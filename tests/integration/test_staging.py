@@ -10,7 +10,7 @@ import elasticgang as eg
 from elasticgang.checkpoint.capture import capture
 from elasticgang.checkpoint.placed import Seated
 from elasticgang.protocol.commit import Attempt
-from elasticgang.state import staging
+from elasticgang.state import staging, state_bits
 from elasticgang.state.registered_state import RegisteredState
 from elasticgang.state.serialization import as_bytes
 from elasticgang.state.staging import NUM_BUFFERS, Chunks, Reader, Writer
@@ -150,6 +150,21 @@ def test_a_checkpoint_of_a_state_on_a_device_is_copied_through_two_buffers(devic
         device.put_none()
     assert shares[0] == shares[1], "as from the CPU"
     rank.server.close()
+
+
+# BITS-2
+def test_the_digests_of_a_device_are_those_of_the_host_through_two_buffers(device: FakeDevice) -> None:
+    tensors = {str(size): tensor_of(size, 1) for size in (1, 37, 3 * staging.CHUNK_BYTES // 4 + 1)}
+    large = {"parameters": {"model": tensors}, "optimizers": {}}
+    wanted = state_bits.digest(large, lambda: None)
+    device.put(*tensors.values())
+    for tensor in tensors.values():
+        tensor.fill_(0.0)
+    with device.present:  # the last apply is still to come on the device
+        for tensor in tensors.values():
+            tensor.copy_(tensor_of(tensor.numel(), 1), non_blocking=True)
+    assert state_bits.digest(large, lambda: None) == wanted
+    assert device.num_pinned_bytes == NUM_BUFFERS * staging.CHUNK_BYTES
 
 
 def test_a_cancelled_copy_ends_between_two_chunks(device: FakeDevice) -> None:

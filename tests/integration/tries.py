@@ -89,6 +89,7 @@ async def _twin(supervisor: ProcessSupervisor) -> dict[str, Any]:
         "job": "job",
         "collective_timeout": 1.0,
         "process_group": None,
+        "compare_state": 0,
         "credentials": Credentials().to_json(),
     }
     launch = RankLaunch("agent", 0, "elasticgang.member.rank_main:main", args, {}, Lease.create().fd)

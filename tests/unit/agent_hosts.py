@@ -79,9 +79,17 @@ class Host:
         return self.state.handle(Exited(member, status, blameless, goes))
 
     def raises(
-        self, member: str, step: int | None, status: int = 1, *, goes: bool = False, differs: bool = False
+        self,
+        member: str,
+        step: int | None,
+        status: int = 1,
+        *,
+        goes: bool = False,
+        differs: bool = False,
+        heals: bool = False,
     ) -> list[Instruction]:
-        return self.state.handle(Exited(member, status, draining=goes, raised=True, step=step, differs=differs))
+        exited = Exited(member, status, draining=goes, raised=True, step=step, differs=differs, heals=heals)
+        return self.state.handle(exited)
 
     def commits(self, *members: str, step: int = 1) -> None:
         for member in members:

@@ -248,6 +248,16 @@ def test_a_rank_that_comes_back_with_other_settings_is_refused_alone(
     assert [member.id for member in host.state.report().members] == ["a0", "a1"]
 
 
+# AGENT-12, COMPARE-1
+def test_a_rank_that_compares_at_other_steps_ends_the_start() -> None:
+    host = Host(2)
+    host.start("a0", "a1")
+    host.asks("a0", settings=(("--compare-state", "5, with saves every 3 steps"),))
+    told = host.asks("a1", settings=(("--compare-state", "5, with saves every 4 steps"),))
+    other = "the other ranks 5, with saves every 3 steps"
+    assert told == [Fail(2, f"rank 1 has the --compare-state 5, with saves every 4 steps, but {other}")]
+
+
 # AGENT-12
 def test_a_rank_that_comes_back_with_another_process_group_is_refused_alone() -> None:
     host = Host(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.agent_events import (
     Abort,
     AnnounceJoin,
+    BroadcastDifference,
     BroadcastFailure,
     Committed,
     DeliverRecord,
@@ -24,6 +26,7 @@ from elasticgang.protocol.agent_events import (
     RequestRecord,
     Restart,
     RetireMembers,
+    StateDiffers,
     Warn,
 )
 from elasticgang.protocol.agent_state import describe_exit
@@ -224,6 +227,34 @@ def test_a_step_that_fails_on_two_ranks_ends_the_job() -> None:
     assert Restart(0, 0.0) in host.raises("a0", 5)
     failed = Fail(1, "rank 1 exited with code 1 in step 5, in which rank 0 had failed too")
     assert host.raises("a1", 5) == [failed]
+
+
+# RESTART-2
+def test_ranks_that_heal_because_their_state_is_wrong_are_restarted_though_the_step_is_the_same() -> None:
+    host = running(3, max_restarts=3)
+    host.commits("a0", "a1", "a2", step=4)
+    for member, rank in (("a0", 0), ("a1", 1)):
+        told = host.raises(member, 5, heals=True)
+        assert Restart(rank, 0.0) in told
+        assert not [each for each in told if isinstance(each, BroadcastFailure)]
+
+
+# AGENT-13
+def test_agent_13_a_difference_is_told_once() -> None:
+    host = running(3, max_restarts=3)
+    first = StateDiffers(5, 1, "states differ", ends_job=False)
+    assert host.state.handle(first) == [Warn("states differ")]
+    assert host.state.handle(replace(first, text="in other words")) == []
+    assert host.state.handle(replace(first, generation=2)) == [Warn("states differ")]
+    assert host.state.handle(replace(first, step=6)) == [Warn("states differ")]
+
+
+# AGENT-13
+def test_agent_13_without_anybody_who_is_right_all_agents_fail() -> None:
+    told, failed = BroadcastDifference(5, 1, "states differ"), Fail(1, "states differ")
+    found = StateDiffers(5, 1, "states differ", ends_job=True)
+    assert running(3, max_restarts=3).state.handle(found) == [told, failed]
+    assert running(3, max_restarts=3).state.handle(replace(found, is_own=False)) == [failed]
 
 
 def test_a_rank_killed_while_it_exits_after_an_exception_has_failed() -> None:

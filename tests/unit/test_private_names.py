@@ -21,7 +21,7 @@ OWN = ("self", "cls", "super()")
 # A mutant replaces a rule, wherever it stands.
 MUTANTS = (
     *("unit/mutants.py", "unit/coordinator_mutants.py", "unit/agent_mutants.py", "unit/record_mutants.py"),
-    *("unit/member_mutants.py", "unit/slot_mutants.py"),
+    *("unit/member_mutants.py", "unit/slot_mutants.py", "unit/comparison_mutants.py"),
 )
 # Names of the package that are also others': torch's, namedtuples', argparse's, Megatron-LM's.
 OTHERS = {

@@ -51,6 +51,14 @@ def test_restart_2_a_step_that_fails_on_another_rank_ends_the_job_however_late()
     assert restarts.failed(failure(2, 5, 10 * WINDOW_S)) == " in step 5, in which rank 0 had failed too"
 
 
+def test_restart_2_does_not_count_ranks_that_heal_because_their_state_is_wrong() -> None:
+    restarts = after_commits(9)
+    assert restarts.failed(Failure("a/0/0", 0, 5, 0.0, heals=True)) is None
+    assert restarts.failed(Failure("a/1/0", 1, 5, 0.0, heals=True)) is None
+    assert restarts.failed(failure(2, 5)) is None
+    assert restarts.failed(failure(3, 5)) == " in step 5, in which rank 2 had failed too"
+
+
 def test_restart_2_counts_ranks_of_other_hosts() -> None:
     restarts = after_commits(9)
     assert restarts.failed_elsewhere("b/0/0", "rank 0 of agent b", 5) is None
