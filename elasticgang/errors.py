@@ -63,7 +63,8 @@ class DeviceError(OperationalError):
 class DamagedStateError(OperationalError):
     """`--compare-state` has found that the training states of ranks with the same part of the model differ. `heals`:
     this rank's is damaged, and its successor heals from the others. Otherwise nobody can say which is right: every rank
-    raises this, and the job ends. The state of each checkpoint was compared before it was saved."""
+    raises this, and the job ends. The state of each checkpoint was compared before it was saved, where more than one
+    rank had it."""
 
     def __init__(self, message: str, *, heals: bool = False) -> None:
         super().__init__(message)

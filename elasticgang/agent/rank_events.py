@@ -50,6 +50,7 @@ class RankEvents:
         self._take_errors = take_errors
         self._shown: dict[str, int] = {}  # by traceback: the first rank that failed with it
         self._shown_whole: set[str] = set()
+        self._difference = 0, 0  # the generation and the step of the last one of states that is in the events
         self.unsaved_step = 0  # of the job's final state, if it was to be saved and is in no checkpoint
 
     def on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
@@ -102,7 +103,9 @@ class RankEvents:
                 self._events.write("data_worker_lost", member=rank.member, local_rank=rank.local_rank, **loss)
             case "state_differs":
                 told = {name: message[name] for name in ("step", "generation", "text")}
-                self._events.write("state_differs", member=rank.member, local_rank=rank.local_rank, **told)
+                if (found := (told["generation"], told["step"])) != self._difference:  # AGENT-13
+                    self._difference = found
+                    self._events.write("state_differs", member=rank.member, local_rank=rank.local_rank, **told)
                 if self._has_seat(rank.member):
                     reporter.caused("the states of ranks differ", "failed", time.monotonic(), is_root=True)
                 self._handle(StateDiffers(**told, ends_job=message["ends_job"]))

@@ -40,8 +40,9 @@ class Schedule:
     @property
     def words(self) -> str:
         """For messages."""
-        every = self._every_seconds if self._every_steps is None else self._every_steps
-        return f"every {every:g} {'seconds' if self._every_steps is None else 'steps'}"
+        if self._every_steps is not None:
+            return f"every {self._every_steps} steps"
+        return f"every {float(self._every_seconds or 0.0)} seconds"
 
     def count(self, num_proposals: float, generation: int) -> None:
         """A vote of `generation` has been counted."""

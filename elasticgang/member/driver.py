@@ -85,7 +85,7 @@ class MemberDriver:
         self._num_values = 0  # of the totals under way, before the driver's own
         self._taken: list[tuple[BatchShape, int]] = []  # DRIVER-3
         self._batches = 0.0, 0.0  # of the totals under way
-        self._rates = 0.0  # DRIVER-7
+        self._rates: float | None = None  # DRIVER-7
         self._rates_sent = 0.0, 0.0  # of the totals under way
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
@@ -134,7 +134,7 @@ class MemberDriver:
             return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
         finally:
             self._state_server.withdraw_settings()
-            self._taken = []  # of no other sum
+            self._taken, self._rates = [], None  # of no other sum
 
     def run(self, routine: Routine[_T]) -> _T:
         """Carry out the instructions of `routine` to its end. A GangError of one ends the generation."""
@@ -311,8 +311,17 @@ class MemberDriver:
                 if self.checkpoints is not None:
                     with self._page.paused():
                         may_save = self.lifecycle.comparison.has_passed  # COMPARE-3
-                        self.checkpoints.close(rendezvous.member, self.lifecycle.state, saves=may_save)
-                        final = self.lifecycle.state.committed
+                        state = self.lifecycle.state
+                        skips = not may_save and state.tip == state.committed and self.checkpoints.is_due(state)
+                        if skips and state.record is not None and state.record.plan.ranks.get(state.member) == 0:
+                            log.warning(
+                                "the checkpoint of step %d is not saved, because its state was not compared "
+                                "(--compare-state): the script has left its loop. `manager.leave()` would compare and "
+                                "save it",
+                                state.committed.step,
+                            )
+                        self.checkpoints.close(rendezvous.member, state, saves=may_save)
+                        final = state.committed
                         if self._has_failed_last and not self.checkpoints.has(final):
                             rendezvous.tell_unsaved(final.step)
                 rendezvous.perform(instruction)
@@ -333,7 +342,7 @@ class MemberDriver:
         """DRIVER-7: what stands for the learning rates, and 1; zeros if they may differ."""
         state = self.lifecycle.state
         is_counted = state.is_active and state.record is not None and state.record.layout.pp == 1
-        return (self._rates, 1.0) if is_counted else (0.0, 0.0)
+        return (self._rates, 1.0) if is_counted and self._rates is not None else (0.0, 0.0)
 
     def _check_rates(self, total: float, num_ranks: float) -> None:
         """DRIVER-7."""

@@ -148,27 +148,29 @@ class StateComparison:
             if digests and all(sums[_NUM_EACH * ranks[member]] for member in own):
                 self._alike = state.committed.step, frozenset(own)
             return True
-        undecided = [finding for finding in found if not finding.right]
-        told = next((finding for finding in undecided or found if rank in finding.ranks), (undecided or found)[0])
-        where, lost = "", None
+        undecided = any(not finding.right for finding in found)
+        differences: Sequence[float] | None = None
+        lost = None
         try:
             differences = yield do.SumState(tuple(second_numbers(found, digests, rank)))
         except GangError as error:  # COMPARE-4
             lost = error
-        else:
-            start = sum(finding.num_tensors for finding in found[: found.index(told)])
-            if rank in itertools.chain(*told.sides[:2]):
-                where = in_words([at for at in range(told.num_tensors) if differences[start + at]])
-        text = self._text(told, record, where)
+        texts, start = [], 0
+        for finding in found:
+            where = ""
+            if differences is not None and rank in itertools.chain(*finding.sides[:2]):
+                where = in_words([at for at in range(finding.num_tensors) if differences[start + at]])
+            texts.append(self._text(finding, record, where))
+            start += finding.num_tensors
+        text = f"of the training states after step {state.committed.step}, {'; and '.join(texts)}"
         if undecided:
-            text += "; nobody can say which is right: the job ends"
-            if state.tip is not None and (saved := (yield Do.FIND_CHECKPOINT)) is not None:
-                text += (
-                    f", and when started again it continues at its newest checkpoint, now of step {saved.attempt.step}"
-                )
-        if undecided or rank in told.ranks:
-            yield do.ReportDifference(state.committed.step, state.entered, text, ends_job=bool(undecided))
-        if undecided or rank in told.damaged:  # COMPARE-5
+            text += (
+                "; nobody can say which is right: the job ends. When it is started again, it continues at its newest "
+                "checkpoint, if there is one"
+            )
+        if undecided or any(rank in finding.ranks for finding in found):
+            yield do.ReportDifference(state.committed.step, state.entered, text, ends_job=undecided)
+        if undecided or any(rank in finding.damaged for finding in found):  # COMPARE-5
             state.damaged()
             whose = "nobody can say whose" if undecided else "this rank's"
             why = f"{whose} training state is {'right' if undecided else 'not that of its replicas'}"
@@ -181,11 +183,11 @@ class StateComparison:
         members = {rank: member for member, rank in record.plan.ranks.items()}
         sides = [finding.right, finding.damaged] if finding.right else finding.sides
         named = [_in_words([members[rank] for rank in side], record) for side in sides]
-        step, (since, alike) = self._state.committed.step, self._alike
-        what = f"those of {' and of '.join(named)} differ"
+        since, alike = self._alike
+        text = f"those of {' and of '.join(named)} differ"
         if finding.right:
-            what = f"that of {named[1]} differs from that of {named[0]}"
-        text = f"of the training states after step {step}, {what}{where and f' in {where}'}"
+            text = f"that of {named[1]} differs from that of {named[0]}"
+        text += f"{where and f' in {where}'}"
         if since and alike.issuperset(members[rank] for rank in finding.ranks):  # COMPARE-6
             text += f"; after step {since} they were alike"
         return text

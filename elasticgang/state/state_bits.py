@@ -35,6 +35,8 @@ def digest(large: dict[str, Any], beat: Callable[[], object]) -> tuple[list[str]
         beat()
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
             continue  # it has no plain memory
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            continue  # it was freed
         if staging.device.holds(tensor):
             reader = reader or staging.Reader(staging.device.mark(tensor.device if tensor.is_cuda else None))
             found = _of_chunks(reader.chunks(tensor))

@@ -32,6 +32,7 @@ def main() -> None:
     )
     parser.add_argument("--catches", action="store_true")
     parser.add_argument("--back-by", type=int, help="the step that waits for a rank that is restarted")
+    parser.add_argument("--break-after", type=int, help="the step after which each rank leaves its loop")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--every", type=int, help="steps from one checkpoint to the next")
     parser.add_argument("--layout", type=json.loads, default={})
@@ -96,6 +97,8 @@ def main() -> None:
                     with state.model.accumulate(last=slot.last):
                         state.model(data[slot.index]).square().sum().backward()
                 state.optim.step(weight=slots.num_samples, max_norm=1.0)
+            if step.index == args.break_after:
+                break
 
     try:
         train()

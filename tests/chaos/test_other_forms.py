@@ -160,6 +160,52 @@ def test_a_schedule_that_is_not_registered_is_named_when_a_rank_comes_back(tmp_p
         assert "by `register_state(schedule=schedule)`" in job.stderr
 
 
+# DRIVER-7
+def test_a_rank_may_heal_in_the_last_step_of_a_job_with_a_schedule_and_checkpoints(tmp_path: Path) -> None:
+    """Its own learning rate is that of its start until it has healed, and it takes part in the sum after the step."""
+    path = script(
+        tmp_path,
+        f"""\
+        import os, pathlib, signal, time
+        import torch
+        from torch import nn
+        import elasticgang as eg
+
+        here, rank = pathlib.Path({str(tmp_path)!r}), int(os.environ["LOCAL_RANK"])
+        manager = eg.join()
+        torch.manual_seed(0)
+        model = eg.DistributedDataParallel(manager, nn.Linear(2, 1))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(sgd, 2, 0.5)
+        optim = eg.Optimizer(manager, sgd)
+        manager.register_state(model=model, optim=optim, schedule=schedule)
+        manager.checkpoints(every_steps=4)
+        batches = eg.GlobalBatch(16, size=4, slot=2)
+        for step in manager.steps(8):
+            with step:
+                if rank == 1 and step.index == 4 and not (here / "killed").exists():
+                    (here / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                while step.index == 6 and not (manager.num_members == 2 or manager.join_noticed or manager.poisoned):
+                    time.sleep(0.01)
+                slots = batches.slots(step)
+                for slot in slots:
+                    with model.accumulate(last=slot.last):
+                        model(torch.ones(2, 2)).sum().backward()
+                if optim.step(weight=slots.num_samples):
+                    schedule.step()
+        print("ends with", [each.tolist() for each in model.parameters()], flush=True)
+        """,
+    )
+    with Job(tmp_path, path, ranks=2, options=["--checkpoint-dir", str(tmp_path / "checkpoints")]) as job:
+        assert job.wait() == 0, job.stderr
+        job.assert_nothing_left()
+        assert any(event["event"] == "healed" for event in job.events() if event.get("generation", 0) > 2)
+        ends = re.findall(r"ends with .*", job.stdout)
+        assert len(ends) == 2
+        assert len(set(ends)) == 1
+
+
 # AGENT-12
 def test_a_rank_that_comes_back_with_another_number_of_steps_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
     with Job(tmp_path, training(tmp_path, change="steps = 20"), ranks=2) as job:

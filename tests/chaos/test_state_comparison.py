@@ -126,3 +126,11 @@ def test_a_damaged_rank_that_dies_before_it_can_say_so_does_not_take_the_news_wi
     assert line.startswith("6, that of rank 1 on 127.0.0.1 differs")
     assert len(digests(job)) == 3
     assert len(set(digests(job))) == 1
+
+
+# COMPARE-3
+def test_a_warning_says_what_is_not_saved_because_a_script_has_left_its_loop(tmp_path: Path) -> None:
+    checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"))
+    job = run(tmp_path, "--every", "3", "--break-after", "5", compare=50, ranks=2, options=checkpoints)
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path / "checkpoints"))] == [3]
+    assert job.stderr.count("the checkpoint of step 6 is not saved, because its state was not compared") == 1

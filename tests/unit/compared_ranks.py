@@ -11,7 +11,7 @@ from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import Do, Instruction, Observed
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Next
-from elasticgang.protocol.record import ACTIVE, LEARNER, CheckpointRef, Record, Seat
+from elasticgang.protocol.record import ACTIVE, LEARNER, Record, Seat
 
 NUM_STEPS = 100
 FLAT = ParallelLayout()
@@ -19,8 +19,7 @@ FLAT = ParallelLayout()
 
 class ComparedRanks:
     """`digests`: of the tensors of each member's state. `lost`: the members that get an error instead of a sum, with
-    its number, from 1 on. `saves`: whether a save is due. `checkpoint`: the newest. `done`: what each was to do at the
-    last boundary."""
+    its number, from 1 on. `saves`: whether a save is due. `done`: what each was to do at the last boundary."""
 
     def __init__(
         self, members: Iterable[str], layout: ParallelLayout = FLAT, *, every: int = 5, step: int = 10
@@ -33,7 +32,6 @@ class ComparedRanks:
         self.digests: dict[str, list[int]] = {name: [7, 8, 9] for name in self.ranks}
         self.lost: set[tuple[str, int]] = set()
         self.saves = False
-        self.checkpoint: CheckpointRef | None = None
         self.done: dict[str, list[Instruction]] = {}
         self.enter()
 
@@ -104,8 +102,6 @@ class ComparedRanks:
                 return digests, lambda numbers: " and ".join(f"tensor {number}" for number in numbers)
             case Do.IS_SAVE_DUE:
                 return self.saves
-            case Do.FIND_CHECKPOINT:
-                return self.checkpoint
             case do.Poison(error):
                 rank.observed = Observed(error)
             case Do.LEAVE_GENERATION:

@@ -15,7 +15,6 @@ from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import Do, Observed
 from elasticgang.protocol.member_lifecycle import Next
-from elasticgang.protocol.record import CheckpointRef
 from elasticgang.protocol.state_comparison import Finding, find, first_numbers, second_numbers
 from tests.unit.compared_ranks import NUM_STEPS, ComparedRanks
 from tests.unit.test_member_lifecycle import active
@@ -222,20 +221,17 @@ def test_the_damaged_rank_has_no_state_any_more_and_the_others_begin_nothing() -
 
 
 # COMPARE-5
-@pytest.mark.parametrize("saved", [None, CheckpointRef(Attempt(8, 1), "8")])
-def test_if_nobody_can_say_who_is_right_every_rank_ends(saved: CheckpointRef | None) -> None:
+def test_if_nobody_can_say_who_is_right_every_rank_ends() -> None:
     ranks = ComparedRanks(("a0", "a1", "b0", "b1"), PAIRS)
-    ranks.checkpoint = saved
     parts = ranks.ranks["a0"].state.comparing()
     ranks.digests[parts[0][0]] = OTHER
     outcomes = ranks.boundary()
     assert {damages(outcome) for outcome in outcomes.values()} == {False}
     assert {rank.state.tip for rank in ranks.ranks.values()} == {None}
-    then = "" if saved is None else ", and when started again it continues at its newest checkpoint, now of step 8"
     for name in ranks.ranks:
         (told,) = ranks.told(name)
         assert told.ends_job
-        assert told.text.endswith(f"; nobody can say which is right: the job ends{then}")
+        assert "; nobody can say which is right: the job ends. When it is started again," in told.text
         assert (" in tensor 1;" in told.text) is (name in parts[0])
 
 
@@ -247,6 +243,24 @@ def test_ranks_of_other_parts_end_their_generation_and_say_nothing() -> None:
     outcomes = ranks.boundary()
     assert {name for name, outcome in outcomes.items() if outcome is not Next.REGROUP} == {first[2]}
     assert [name for name in second if ranks.told(name)] == []
+
+
+# COMPARE-5
+def test_damage_in_several_parts_is_told_together() -> None:
+    ranks = ComparedRanks(("a0", "a1", "b0", "b1", "c0", "c1"), PAIRS)
+    first, second = ranks.ranks["a0"].state.comparing()
+    ranks.digests[first[0]] = ranks.digests[second[2]] = OTHER
+    outcomes = ranks.boundary()
+    assert {name for name, outcome in outcomes.items() if damages(outcome)} == {first[0], second[2]}
+    assert {name for name, outcome in outcomes.items() if outcome is Next.REGROUP} == {*first[1:], *second[:2]}
+    for name in ranks.ranks:
+        (told,) = ranks.told(name)
+        assert not told.ends_job
+        assert [told.text.count(f"that of {in_words(each)} differs") for each in (first[0], second[2])] == [1, 1]
+
+
+def in_words(name: str) -> str:
+    return f"rank {name[1]} on {name[0]}"
 
 
 # COMPARE-4
