@@ -47,6 +47,7 @@ class Torch:
     initialized: bool = False
     calls: list[dict[str, Any]] = field(default_factory=list)
     error: Exception | None = None
+    pg_map: dict[Group, Any] = field(default_factory=dict)
 
     @property
     def group(self) -> Any:
@@ -67,6 +68,7 @@ class Torch:
             raise self.error
         self.calls.append({"backend": backend, **options})
         self.world.bound_device_id = options.get("device_id")
+        self.pg_map[self.world] = backend
         self.initialized = True
 
     def get_backend(self, group: Group) -> str:
@@ -77,13 +79,17 @@ class Torch:
             raise self.error
         self.calls.append({"parent": parent, "groups": groups, **options})
         mine = next((group for group in groups if parent.rank() in group), None)
-        return None if mine is None else Group(mine.index(parent.rank()), len(mine))
+        if mine is None:
+            return None
+        self.pg_map[made := Group(mine.index(parent.rank()), len(mine))] = "nccl"
+        return made
 
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
     fake = Torch()
     monkeypatch.setattr(process_group, "dist", fake)
+    monkeypatch.setattr(process_group, "world", fake)
     monkeypatch.delenv(ASYNC_ERROR_HANDLING, raising=False)
     yield fake
     os.environ.pop(ASYNC_ERROR_HANDLING, None)
