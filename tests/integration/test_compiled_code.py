@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,6 +92,7 @@ def test_many_changes_do_not_come_to_torchs_limit_of_recompilations(gang: Elasti
 
 
 def test_a_mesh_has_the_rank_of_its_generation(gang: ElasticGang) -> None:
+    importlib.import_module("torch._dynamo")  # as what compiles has done
     one = eg.FakeGang(CPU)
     gangs = eg.Gangs(root=gang, dp=gang, rdp=gang, sdp=one, tp=one, pp=one)
     assert not compiled.drop_stale()
