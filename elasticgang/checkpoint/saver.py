@@ -138,7 +138,7 @@ class DurableCheckpoints:
         if record is None:
             return
         self._give_up_incomplete(record, state.committed)
-        is_due = self._schedule.is_due(state.committed, record.generation) or (is_last and state.committed.step > 0)
+        is_due = self.is_due(state) or (is_last and state.committed.step > 0)
         if not is_due or state.committed == self._loaded:
             if self._writer is None and tip is not None and tip.step > 0:
                 self._prepare(member, state.active, record, tip)

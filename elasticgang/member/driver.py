@@ -310,20 +310,7 @@ class MemberDriver:
                 reached("leaving")
                 if self.checkpoints is not None:
                     with self._page.paused():
-                        may_save = self.lifecycle.comparison.has_passed  # COMPARE-3
-                        state = self.lifecycle.state
-                        skips = not may_save and state.tip == state.committed and self.checkpoints.is_due(state)
-                        if skips and state.record is not None and state.record.plan.ranks.get(state.member) == 0:
-                            log.warning(
-                                "the checkpoint of step %d is not saved, because its state was not compared "
-                                "(--compare-state): the script has left its loop. `manager.leave()` would compare and "
-                                "save it",
-                                state.committed.step,
-                            )
-                        self.checkpoints.close(rendezvous.member, state, saves=may_save)
-                        final = state.committed
-                        if self._has_failed_last and not self.checkpoints.has(final):
-                            rendezvous.tell_unsaved(final.step)
+                        self._close(self.checkpoints)
                 rendezvous.perform(instruction)
             case Do.CLOSE:
                 rendezvous.perform(instruction)
@@ -331,6 +318,21 @@ class MemberDriver:
             case _:
                 return rendezvous.perform(instruction)
         return None
+
+    def _close(self, checkpoints: Checkpoints) -> None:
+        """This rank leaves: end its saves, after the last one, and tell what is not saved."""
+        state = self.lifecycle.state
+        may_save = self.lifecycle.comparison.has_passed  # COMPARE-3
+        is_skipped = not may_save and state.tip == state.committed and checkpoints.is_due(state)
+        if is_skipped and state.record is not None and state.record.plan.ranks.get(state.member) == 0:
+            log.warning(
+                "the checkpoint of step %d is not saved, because its state was not compared (--compare-state): the "
+                "script has left its loop. `manager.leave()` would compare and save it",
+                state.committed.step,
+            )
+        checkpoints.close(self._rendezvous.member, state, saves=may_save)
+        if self._has_failed_last and not checkpoints.has(state.committed):
+            self._rendezvous.tell_unsaved(state.committed.step)
 
     def _number_of_batches(self) -> tuple[float, float]:
         """DRIVER-3: what stands for the global batches of the step, and 1; zeros if this rank has none."""
