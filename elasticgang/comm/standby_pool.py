@@ -6,6 +6,8 @@ STANDBY-2  A process without an agent starts one fork server with its first comm
 STANDBY-3  Where a rank that has died is restarted, the next standby starts `STANDBY_S` after one was taken, and after
     the first commit: until then the rank that starts needs the fork server and the cores. If the commit is earlier, a
     timer starts it, because the next step may take long.
+STANDBY-4  At a commit, a standby that has died or could not be started is replaced, but no earlier than
+    `STANDBY_RETRY_S` after its start began.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
 _MAX_STARTS = 20
 CLOSE_TIMEOUT_S = 5.0
 STANDBY_S = 0.3
+STANDBY_RETRY_S = 10.0
 
 
 class StandbyPool:
@@ -41,7 +44,7 @@ class StandbyPool:
         """`start` begins to start a process; the future completes when that is ready."""
         self._start = start
         self._standby: Future[CommProcess] | None = start()
-        self._taken_s = 0.0
+        self._taken_s, self._started_s = 0.0, time.monotonic()
         self._lock = threading.Lock()  # between a timer and the others
         self._timer: threading.Timer | None = None
 
@@ -81,11 +84,27 @@ class StandbyPool:
         """Begin to start a standby if there is none."""
         with self._lock:
             self._cancel_timer()
-            if self._standby is None:
-                self._standby = self._start()
+            self._start_missing()
+
+    def _start_missing(self) -> None:
+        if self._standby is None:
+            self._standby, self._started_s = self._start(), time.monotonic()
+
+    def _drop_lost(self) -> None:
+        """STANDBY-4."""
+        standby = self._standby
+        if standby is None or not standby.done() or time.monotonic() < self._started_s + STANDBY_RETRY_S:
+            return
+        if standby.exception() is None:
+            comm = standby.result()
+            if not (comm.ended or comm.has_died):
+                return
+            comm.close()
+        self._standby = None
 
     def prepare_when_due(self) -> None:
-        """`prepare`, now or once it is due (STANDBY-3)."""
+        """`prepare`, now or once it is due (STANDBY-3). A lost standby counts as none (STANDBY-4)."""
+        self._drop_lost()
         early_s = self._taken_s + STANDBY_S - time.monotonic()
         if early_s <= 0:
             self.prepare()
@@ -104,7 +123,7 @@ class StandbyPool:
             if self._timer is timer:  # it was not cancelled as it fired
                 self._timer = None
                 with contextlib.suppress(RuntimeError):  # the process exits
-                    self._standby = self._standby or self._start()
+                    self._start_missing()
 
     def _cancel_timer(self) -> None:
         timer, self._timer = self._timer, None

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,8 +21,10 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
+from elasticgang.comm import standby_pool
 from elasticgang.comm.error_swallowing import SwallowingProcessGroup
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
+from elasticgang.comm.standby_pool import StandbyPool, local_launcher
 from elasticgang.errors import OperationalError
 from tests.integration.conftest import Rings
 from tests.support import REPOSITORY, Command, busy_core, is_alive, run_preloaded, wait_dead, wait_until
@@ -121,6 +124,22 @@ def test_a_program_that_ends_without_shutdown_ends(tmp_path: Path) -> None:
         assert rank.process.wait(GUARD_S) == 0
         assert len(started) >= 3  # comm processes and the fork server
         wait_until(lambda: not any(is_alive(pid) for pid in started), "their end", GUARD_S)
+
+
+# STANDBY-4
+def test_a_killed_standby_is_replaced_by_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby_pool, "STANDBY_RETRY_S", 0.0)
+    pool = StandbyPool(local_launcher().start)
+    try:
+        standby = pool.wait_standby(GUARD_S)
+        pool.prepare_when_due()
+        assert pool.wait_standby(GUARD_S) is standby
+        os.kill(standby.pid, signal.SIGKILL)
+        wait_until(lambda: standby.has_died, "its death", GUARD_S)
+        pool.prepare_when_due()
+        assert pool.wait_standby(GUARD_S) is not standby
+    finally:
+        pool.close()
 
 
 def test_a_comm_process_whose_replies_nobody_can_read_ends_at_once(rings: Rings) -> None:

@@ -12,7 +12,7 @@ import pytest
 from elasticgang.comm import standby_pool as supply_module
 from elasticgang.comm.comm_process import CommProcess
 from elasticgang.comm.standby_pool import StandbyPool
-from elasticgang.errors import CollectiveTimeoutError
+from elasticgang.errors import CollectiveTimeoutError, OperationalError
 
 
 class Started:
@@ -157,3 +157,41 @@ def test_the_timer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.prepare_when_due()
     assert starts.has_two.wait(60)
     pool.close()
+
+
+@pytest.fixture
+def no_retry_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply_module, "STANDBY_RETRY_S", 0.0)
+
+
+# STANDBY-4
+@pytest.mark.usefixtures("no_retry_time")
+def test_a_standby_that_dies_is_replaced_at_the_next_commit() -> None:
+    comms = [Started(), Started()]
+    futures = [starting() for _ in comms]
+    starts = iter(futures)
+    pool = StandbyPool(lambda: next(starts))
+    pool.prepare_when_due()  # it still starts
+    futures[0].set_result(cast(CommProcess, comms[0]))
+    pool.prepare_when_due()  # it is well
+    comms[0].has_died = True
+    pool.prepare_when_due()
+    assert comms[0].is_closed
+    futures[1].set_result(second := cast(CommProcess, comms[1]))
+    assert pool.take() is second
+
+
+# STANDBY-4
+def test_a_standby_that_cannot_be_started_is_tried_again_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, started = starting(), starting()
+    failed.set_exception(OperationalError("no process is left"))
+    started.set_result(cast(CommProcess, Started()))
+    starts = iter([failed, started])
+    pool = StandbyPool(lambda: next(starts))
+    pool.prepare_when_due()  # too early
+    assert next(starts) is started
+    starts = iter([started])
+    monkeypatch.setattr(supply_module, "STANDBY_RETRY_S", 0.0)
+    pool.prepare_when_due()
+    assert not list(starts)
+    assert pool.take() is started.result()
