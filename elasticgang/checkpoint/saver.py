@@ -153,9 +153,13 @@ class DurableCheckpoints:
         if tip is None or place is None or (is_again and place == _COMMITTER and self._is_complete(tip)):
             return
         if self._save is not None and self.is_saving:
-            log.warning(
-                "step %d is not saved: the save of step %d is under way", tip.step, self._save.plan.attempt.step
+            former = self._save.plan
+            what = (
+                f"its save in {former.directory}"
+                if former.attempt == tip
+                else f"the save of step {former.attempt.step}"
             )
+            log.warning("step %d is not saved in %s: %s has not ended", tip.step, plan.directory, what)
             return
         self._start(plan, place, record)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -428,6 +429,26 @@ def test_a_save_outlives_a_rank_that_leaves_after_its_share_is_written(tmp_path:
         go_on.set()
         rank.close()
     assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [10]
+
+
+# SAVER-6
+def test_a_step_whose_save_of_the_generation_before_has_not_ended_is_told_with_both(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(tmp_path)
+    with held_after_the_copy() as (copied, go_on):
+        rank.train(10).begin()
+        assert copied.wait(60)
+        rank.enter(MEMBERS, 2)
+        rank.begin()
+        (warning,) = [record.getMessage() for record in caplog.records if "is not saved" in record.getMessage()]
+        go_on.set()
+        rank.close()
+    told = re.fullmatch(
+        r"step 10 is not saved in (step-0+10-1-\w+): its save in (step-0+10-1-\w+) has not ended", warning
+    )
+    assert told is not None, warning
+    assert told[1] != told[2]
 
 
 def test_saves_follow_the_clock_of_any_rank(tmp_path: Path) -> None:
