@@ -13,6 +13,8 @@ WORKER-6  Tags of messages count from the largest downwards. The messages of Glo
 WORKER-7  A process that has had nothing to do for `WARM_UP_S` makes a group with itself, and reduces something in it.
     It is forked, so that its first use of any code and memory costs a page fault: 600 of them in its first groups,
     which a standby makes while the cores are needed for a recovery. Commands do not wait for that.
+WORKER-8  A group that is added uses its client of the store until it has connected; the next one takes the client over.
+    For each new connection the server of the store looks up a name, which takes 5 s where the DNS loses an answer.
 """
 
 from __future__ import annotations
@@ -176,6 +178,7 @@ class Worker:
         self._store: str | None = args["store"]
         # One client per group: a group that waits for a peer's key on a shared client would block the others.
         self._stores: list[TCPStore] = []
+        self._idle: tuple[str, TCPStore] | None = None  # WORKER-8: a server's address, and an unused client
         if self._store is not None and _listens(self._store):
             with contextlib.suppress(RuntimeError):  # it may be unreachable for a while; `_configure` connects again
                 for _ in range(3):
@@ -293,12 +296,24 @@ class Worker:
         address = command["store"] or self._store
         timeout = timedelta(seconds=command["timeout_s"])
         if address is None:
-            store = self._agent_store(prefix, group, timeout)
+            client, store = None, self._agent_store(prefix, group, timeout)
         else:
-            store = PrefixStore(f"{prefix}/{group['name']}", self._connect(address))
+            client = self._take_idle(address, prefix) or self._connect(address)
+            client.set_timeout(timeout)
+            store = PrefixStore(f"{prefix}/{group['name']}", client)
         made = self._create(store, group, timeout)
         self._handshake(made)
         groups[group["name"]] = made
+        self._idle = None if address is None or client is None else (address, client)
+
+    def _take_idle(self, address: str, prefix: str) -> TCPStore | None:
+        """WORKER-8. Groups are added one after the other."""
+        found, self._idle = self._idle, None
+        if found is not None and found[0] == address:
+            with contextlib.suppress(RuntimeError):  # it has lost its server
+                found[1].check([prefix])
+                return found[1]
+        return None
 
     def _connect(self, store: str, timeout: timedelta | None = None) -> TCPStore:
         host, _, port = store.rpartition(":")

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from elasticgang.comm.comm_process import GroupSpec
 from tests.integration.conftest import Rings, Worlds
@@ -79,3 +81,37 @@ def test_a_comm_process_can_be_closed_as_soon_as_it_has_one_more_group(worlds: W
             world.comms[rank].close()  # noqa: B023
 
         world.each(come_and_go)
+
+
+# WORKER-8
+def test_groups_that_are_added_use_one_client_of_the_store_in_turn(worlds: Worlds, store: str) -> None:
+    world = worlds(2, names=None)
+    port = int(store.rpartition(":")[2])
+
+    def num_clients(rank: int) -> int:
+        found = psutil.Process(world.comms[rank].pid).net_connections("tcp")
+        return sum(bool(each.raddr) and each.raddr.port == port for each in found)
+
+    before = num_clients(0)
+    for number in range(3):
+
+        def add(rank: int, name: str = f"gang-{number}") -> None:
+            world.comms[rank].add_group(f"clients/{name}", GroupSpec(name, rank, 2))
+
+        world.each(add)
+        assert num_clients(0) == before + 1
+
+
+# WORKER-8
+def test_a_group_is_added_with_a_server_that_has_taken_the_place_of_the_one_before(worlds: Worlds) -> None:
+    world = worlds(2, names=None)
+    with reserved_port() as port:
+        for number in range(2):
+            server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+            def add(rank: int, name: str = f"gang-{number}") -> None:
+                spec = GroupSpec(name, rank, 2)
+                world.comms[rank].add_group(f"servers/{name}", spec, store=f"127.0.0.1:{port}")
+
+            world.each(add)
+            del server
