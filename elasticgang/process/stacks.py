@@ -28,7 +28,8 @@ _PY_SPY_S = 5.0
 _ANSWER_S = 5.0
 _POLL_S = 0.01
 _QUIET_S = 0.5  # a dump without a recognisable end counts as complete when it has not grown for so long
-OUTERMOST = "in _run_module_as_main\n"  # the outermost frame of a main thread, which faulthandler writes last
+# The outermost frames of a rank's main thread, which faulthandler writes last: of its fork server's command (OWN-PATH).
+OUTERMOST = ' in run_module\n  File "<string>", line 1 in <module>\n'
 _MAX_BYTES = 1 << 18
 _STOPPED = "Tt"
 _HEADER = re.compile(r"(Current thread|Thread) 0x")

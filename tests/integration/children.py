@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
+from elasticgang.process import stacks
 from elasticgang.process.forkserver import ForkServer
 
 
@@ -69,6 +70,14 @@ def be_busy() -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         pass
+
+
+def serve_stack(args: dict[str, Any], fds: list[int]) -> int:
+    """Writes its stacks to the first descriptor when it is asked, and a byte to the second once it can."""
+    stacks.serve(fds[0])
+    os.write(fds[1], b"x")
+    time.sleep(600)
+    return 0
 
 
 def own() -> None:

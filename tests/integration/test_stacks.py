@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from elasticgang.process import stacks
+from elasticgang.process.forkserver import ForkServer
 from elasticgang.process.stacks import Frame, StackSource, describe, merge, parse
-from tests.support import wait_until
+from tests.support import REPOSITORY, wait_until
 
 GUARD_S = 20.0
 PACKAGE = stacks.PACKAGE
@@ -199,7 +200,7 @@ def test_a_dump_that_comes_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyP
     file = stacks.create_file()
     frames = [
         *(f'  File "/home/me/train.py", line {n} in f{n}' for n in range(5)),
-        f'  File "x" {stacks.OUTERMOST[:-1]}',
+        f'  File "x", line 9{stacks.OUTERMOST[:-1]}',
     ]
     clock = SlowClock(file, ["Current thread 0x1 (most recent call first):", *frames])
     monkeypatch.setattr(stacks, "time", clock)
@@ -207,7 +208,25 @@ def test_a_dump_that_comes_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda pidfd, number: clock.begin())
     (thread,) = stacks.by_faulthandler(StackSource(os.getpid(), -1, file))
     os.close(file)
-    assert [frame.name for frame in thread] == ["f0", "f1", "f2", "f3", "f4"]
+    assert [frame.name for frame in thread] == ["f0", "f1", "f2", "f3", "f4", "run_module", "<module>"]
+
+
+def test_the_end_of_a_dump_is_recognised_in_a_process_of_a_fork_server() -> None:
+    """Otherwise each reading would wait whether more comes, for half of the time that an agent gives it."""
+    server = ForkServer(preload=(), env={"PYTHONPATH": str(REPOSITORY)})
+    file, (ready, is_ready) = stacks.create_file(), os.pipe()
+    try:
+        server.wait_ready()
+        spawned = server.spawn("tests.integration.children:serve_stack", {}, fds=[file, is_ready])
+        assert os.read(ready, 1) == b"x"
+        (thread,) = stacks.by_faulthandler(StackSource(spawned.pid, spawned.pidfd, file))
+        assert os.pread(file, 1 << 16, 0).decode().endswith(stacks.OUTERMOST)
+        assert thread[-1] == Frame("<string>", 1, "<module>")
+        os.close(spawned.pidfd)
+    finally:
+        server.close()
+        for each in (file, ready, is_ready):
+            os.close(each)
 
 
 def test_a_stopped_process_is_reported_by_its_state(children: Children) -> None:
