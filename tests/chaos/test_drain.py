@@ -144,13 +144,17 @@ def test_the_job_succeeds_if_all_ranks_called_leave(tmp_path: Path) -> None:
 
 def test_one_whose_script_ends_early_is_named(tmp_path: Path) -> None:
     body = """
-                time.sleep(0.01)
                 if step.index == 5 and rank == 1:
                     sys.exit(0)
+                while step.index == 20 and not (here / "told").exists(): time.sleep(0.005)
     """
-    with Job(tmp_path, training(tmp_path, steps=40, body=body), ranks=3) as job:
-        assert job.wait() == 0, job.stderr
     early = "rank 1 exited with code 0 before its loop had ended"
+    with Job(tmp_path, training(tmp_path, steps=40, body=body), ranks=3) as job:
+        job.expect_line(
+            f"{early}: not restarting it"
+        )  # nobody is told of an exit that is complete only after the job has finished
+        (tmp_path / "told").touch()
+        assert job.wait() == 0, job.stderr
     assert job.stderr.count(f"elasticgang: {early}: not restarting it") == 1
     (cause,) = [event["cause"] for event in job.events() if event.get("cause") and event["generation"] == 2]
     assert cause in (early, "rank 1 left before the last step")  # the others agree before it is gone, or after
