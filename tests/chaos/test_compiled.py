@@ -10,6 +10,8 @@ import pytest
 from tests.chaos.compiled_job import CALLS, STEPS
 from tests.support import REPOSITORY, Job
 
+pytestmark = pytest.mark.timeout(300)  # four ranks compile; it took 112 s on a busy machine
+
 JOB = REPOSITORY / "tests" / "chaos" / "compiled_job.py"
 
 
