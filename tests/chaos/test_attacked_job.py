@@ -34,7 +34,7 @@ from elasticgang.session.frames import FrameWriter, body_frame
 from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity
 from elasticgang.session.messages import encode
 from tests.chaos.attacked import JOB_ID, AttackedJob, Session, close_all, connect, until_closed
-from tests.chaos.several import secret_options
+from tests.chaos.several import SLOW_S, secret_options
 from tests.integration.test_rank_rendezvous import record_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -210,6 +210,7 @@ def test_a_holder_of_the_secret_sends_heartbeats_without_a_pause(job: AttackedJo
     """Another session is answered meanwhile, before an agent would give up."""
     with job.unharmed(32 * MB):
         flooding, other = (say_hello(job, "another job", name) for name in ("flooding", "other"))
+        flooding.sock.settimeout(SLOW_S)  # `sendall` has so long for all of them
         frames = [flooding.writer.frame(encode(Heartbeat(number))) for number in range(1, NUM_HEARTBEATS + 1)]
         threads = [
             threading.Thread(target=flooding.sock.sendall, args=(b"".join(frames),)),
