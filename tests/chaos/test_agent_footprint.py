@@ -24,6 +24,9 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _AFTER_100 = """
                 if step.index == 100:
                     (here / f"at-{rank}").write_text("\\n")
+                while step.index == 100 and not (here / "go").exists():  # a comm process has more after 2000 steps
+                    step.check()
+                    time.sleep(0.01)
                 time.sleep(0.01)
 """
 _LIBRARIES = ("libtorch", "libc10", "_multiarray_umath")
@@ -40,7 +43,7 @@ def with_libraries(pid: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Both ranks have done 100 steps, undisturbed."""
+    """Both ranks have done 100 steps, undisturbed, and wait for the file `go`."""
     directory = tmp_path_factory.mktemp("job")
     with Job(directory, training(directory, steps=100_000, body=_AFTER_100), fresh=True) as started:
         for rank in range(2):
@@ -65,6 +68,7 @@ def test_each_process_has_little_memory_to_itself(job: Job) -> None:
 @pytest.mark.timeout(240)
 def test_the_agent_of_a_running_job_has_no_torch(job: Job) -> None:
     """Through a restart too. A rank has torch, so that the test can tell."""
+    (job.directory / "go").touch()
     psutil.Process(job.rank_pid(1)).kill()
     job.expect("entered", local_rank=1, count=2)
     agent = job.process.pid
