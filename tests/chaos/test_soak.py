@@ -6,7 +6,9 @@ whose ranks hold shards.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from scripts.chaos_runs.soak import main, num_steps_at, parse_args
+from scripts.chaos_runs.soaking.fleet import Fleet, FleetSpec
 from tests.support import run_preloaded
 
 SOAK = [sys.executable, "-m", "scripts.chaos_runs.soak"]
@@ -36,6 +39,13 @@ def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     assert summary["num_faults"] >= 8
     assert len(summary["by_kind"]) >= 4
     assert summary["generations"] >= summary["num_faults"] / 3
+
+
+def test_nobody_else_gets_the_port_of_a_fleet_between_two_coordinators(tmp_path: Path) -> None:
+    fleet = Fleet(FleetSpec(agents=1, ranks_per_agent=2, directory=tmp_path, train_args=[]))
+    host, _, port = fleet.address.rpartition(":")
+    with contextlib.closing(fleet), socket.socket() as other, pytest.raises(OSError, match="already in use"):
+        other.bind((host, int(port)))
 
 
 def test_a_job_whose_speed_was_measured_in_a_slow_moment_lasts_for_its_faults() -> None:

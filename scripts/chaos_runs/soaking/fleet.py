@@ -6,7 +6,6 @@ However this process ends, its processes end with it: in order with `close`, by 
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -14,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elasticgang.coordinator.server import ReservedPort
 from scripts.chaos_runs.soaking.holders import holders_of, passive_members, seated_members, seats_by_part
 from scripts.demo_job.driver import TRAIN, Tail
 from scripts.demo_job.processes import start_command
 from scripts.demo_job.run_log import RunLog, Spawned, member_name, parts_of
 
+_HERE = "127.0.0.1"
 _STOP_S = 3.0
 
 
@@ -80,8 +81,7 @@ class Fleet:
         self._event: dict[str, Any] = {}  # of the newest generation
         self._entered: dict[str, int] = {}  # the newest generation of each member
         self._histories: dict[str, Tail] = {}
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self._port = probe.getsockname()[1]
+        self._port = ReservedPort(_HERE)  # held: between two coordinators another process would get it
 
     def __enter__(self) -> Fleet:
         self.spec.directory.mkdir(parents=True, exist_ok=True)
@@ -171,6 +171,11 @@ class Fleet:
         return started
 
     @property
+    def address(self) -> str:
+        """Of the coordinators, one after another. No other process gets the port until `close`."""
+        return f"{_HERE}:{self._port.port}"
+
+    @property
     def is_over(self) -> bool:
         """All agents have ended, after a rank of theirs had done all steps."""
         return bool(self.run_log.finished) and all(agent.process.poll() is not None for agent in self.agents)
@@ -194,16 +199,17 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 process.kill()  # an agent's fork server ends what it leaves behind
                 process.wait()
+        self._port.close()
 
     def _start_coordinator(self) -> subprocess.Popen[bytes]:
         state = self.spec.directory / "coordinator"
-        command = ["coordinator", "--host", "127.0.0.1", "--port", str(self._port), "--state-dir", str(state)]
+        command = ["coordinator", "--host", _HERE, "--port", str(self._port.port), "--state-dir", str(state)]
         return start_command(command, self.spec.directory / "coordinator.log")
 
     def _start_agent(self, index: int, life: int) -> AgentProcess:
         directory = self.spec.directory / f"agent-{index}.{life}"
         directory.mkdir()
-        command = ["run", "--coordinator", f"127.0.0.1:{self._port}", "--job-id", "soak"]
+        command = ["run", "--coordinator", self.address, "--job-id", "soak"]
         command += ["--nnodes", f"1:{self.spec.agents}", "--nproc-per-node", str(self.spec.ranks_per_agent)]
         command += ["--log-dir", str(directory), "--hang-timeout", f"{self.spec.hang_timeout_s:g}"]
         command += [*self.spec.script, *self.spec.train_args, "--output-dir", str(self.spec.directory)]
