@@ -19,6 +19,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import ACTIVE, CheckpointRef, Record, Seat
 from elasticgang.state import SnapshotServer
+from tests.support import wait_until
 
 MEMBERS = ("a0", "b0")
 EVERY = 10
@@ -134,10 +135,11 @@ def same(one: Rank, other: Rank) -> bool:
 
 
 def writers() -> list[psutil.Process]:
-    """Live ones. Other tests of this process may have left a child that is not reaped."""
+    """Live ones. Other tests of this process may have left a child that is not reaped. A child may have no command line
+    yet when `Popen` returns: the kernel sets it last of all."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if "elasticgang.checkpoint.writer" in child.cmdline():
+            if "elasticgang.checkpoint.writer" in wait_until(child.cmdline, "its command line"):
                 found.append(child)
     return found
