@@ -50,6 +50,7 @@ from tests.support import REPOSITORY, wait_until
 CPU = torch.device("cpu")
 GUARD_S = 60.0
 _T = TypeVar("_T")
+_prefixes = itertools.count()  # of keys in the store of all tests: an object's id may be that of a former one
 
 
 class Trio:
@@ -57,7 +58,6 @@ class Trio:
 
     def __init__(self, store: str, make: Callable[[], torchft.ProcessGroup]) -> None:
         self._store = store
-        self._prefixes = itertools.count()
         self._threads = ThreadPoolExecutor(3)
         self.num_made = 0
         self.stuck: list[OperationalError] = []
@@ -75,7 +75,7 @@ class Trio:
     def configure(self) -> list[ElasticGang]:
         for groups in self.ranks:
             groups.leave()
-        prefix = f"{self._store}/{id(self)}/{next(self._prefixes)}"
+        prefix = f"{self._store}/trio/{next(_prefixes)}"
         self.present = [groups.open() for groups in self.ranks]
 
         def connect(rank: int) -> None:
@@ -186,7 +186,7 @@ def test_a_configure_whose_peers_do_not_come_ends_with_the_configuration(store: 
     groups = DataGroups(KINDS["torchft's"], CPU, GUARD_S, lambda stuck: pytest.fail(str(stuck)))
     present = groups.open()
     with ThreadPoolExecutor(1) as threads:
-        address = f"{store}/alone/{id(present)}"
+        address = f"{store}/alone/{next(_prefixes)}"
         connecting = threads.submit(present.connect, "dp", address, "rank 0", GroupSpec("all", 0, 2), 1)
         assert not connecting.done()
         present.fail(PeerLostError("the peer is dead"))
