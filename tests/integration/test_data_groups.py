@@ -308,14 +308,14 @@ def test_the_next_configuration_has_new_groups_and_ends_after_the_aborts_of_the_
 # DATA-7
 def test_an_abort_that_never_returns_ends_the_rank_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(data_groups, "DEVICE_ABORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(data_groups, "DEVICE_ABORT_TIMEOUT_S", 2.0)  # this thread may stand still meanwhile
     let_go = threading.Event()
     present, stuck = on_device(monkeypatch, [Nccl(lambda: let_go.wait(GUARD_S))])
     present.fail(PeerLostError("a peer is dead"))
     assert stuck == []
     wait_until(lambda: stuck, "the end of the rank")
     let_go.set()
-    assert "could not be aborted within 0.2 s" in str(stuck[0])
+    assert "could not be aborted within 2 s" in str(stuck[0])
 
 
 # DATA-7
