@@ -31,8 +31,10 @@ ERROR = PeerLostError("rank 1 died")
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still ends no halt."""
+    """A machine that stands still ends no halt. It lets no comm process warm up either, which starts threads: one that
+    is being started refuses the halt (STOP-2)."""
     monkeypatch.setattr(comm_process, "HALT_TIMEOUT_S", GUARD_S)
+    monkeypatch.setattr(CommProcess, "target", "tests.integration.ranks:cold_comm")
 
 
 @pytest.fixture
