@@ -229,7 +229,8 @@ def wait_for_ever(address: str) -> None:
     pg.configure(address, "replica", 0, 2)
     pg.wait_standby(30.0)  # it is up, and the workers have its descriptors too
     batches: Any = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
-    next(batches)
+    for _ in range(2):  # one of each worker: both have their names, and are about to be busy
+        next(batches)
     work = pg.allreduce([torch.ones(1_000_000)])
     names = [(child.name(), child.pid) for child in psutil.Process().children(recursive=True)]
     started = [(name, pid) for name, pid in names if name.startswith("eg-")]
