@@ -17,7 +17,7 @@ from elasticgang.process import futex
 from elasticgang.process.priority import NICENESS
 from tests.chaos.several import Coordinator
 from tests.chaos.training_scripts import training
-from tests.support import Job, wait_until
+from tests.support import Job, kill, wait_until
 
 RAISED = """
 import os, subprocess, sys, threading
@@ -86,14 +86,13 @@ def test_coordinators_and_agents_have_it_and_the_ranks_have_not(tmp_path: Path) 
         assert os.getpriority(os.PRIO_PROCESS, apart.process.pid) == NICENESS
     with Job(tmp_path, path) as job:
         job.expect_file(tmp_path / "at-0")
-        found = by_name(job)
-        raised = {found.pop("eg-coordinator").pid, job.process.pid}
+        raised = {job.coordinator().pid, job.process.pid}
         assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in raised] == [NICENESS, NICENESS]
         agent = psutil.Process(job.process.pid)
         num = 1 + 2 * futex.is_available()  # its loop, and what watches for the death of each rank
         wait_until(lambda: thread_niceness(agent).count(NICENESS) >= num, "its threads have the priority")
-        others = [process for process in found.values() if process.pid not in raised]
-        assert "eg-rank-0" in {process.name() for process in others}
+        others = [process for process in job.processes() if process.pid not in raised]
+        assert job.rank_pid(0) in {process.pid for process in others}
         assert min(niceness for process in others for niceness in thread_niceness(process)) >= 0
 
 
@@ -356,19 +355,10 @@ def test_the_ranks_of_a_job_are_a_session_of_their_weight(tmp_path: Path) -> Non
         wait_until(lambda: len(list(tmp_path.glob("group-*"))) == 2, "both ranks")
         (first,) = wait_until(groups, "their groups")
         assert first.split()[1:] == ["nice", "-3"]
-        named = by_name(job)
-        named["eg-forkserver"].kill()
-        named["eg-rank-1"].kill()
+        job.fork_server().kill()
+        kill(job.rank_pid(1))
         wait_until(lambda: len(groups()) == 2, "a rank of another fork server")
         assert {group.split()[-1] for group in groups()} == {"-3"}
-
-
-def by_name(job: Job) -> dict[str, psutil.Process]:
-    found = {}
-    for process in job.processes():
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            found[process.name()] = process
-    return found
 
 
 def thread_niceness(process: psutil.Process) -> list[int]:
