@@ -215,6 +215,11 @@ class FakeProcess(NCCLCommProcess):
         """The storages that the process has open."""
         return len(self._shared)
 
+    @property
+    def num_free_events(self) -> int:
+        """The events that no work has. A work gives its own back after it has woken who waits for it."""
+        return len(self._free_events)
+
 
 class IsolatedFake(ProcessGroupIsolatedNCCL):
     """`cuda` is this group's own, so that a test sees what it was asked for."""

@@ -112,9 +112,15 @@ def stream(pg: Any) -> Stream:
 
 def stuck(pg: Any) -> tuple[Tensor, Any]:
     """A work that does not pass on the device until `begun(pg).let_pass()`."""
-    pg.allreduce([torch.ones(1)], SUM).wait()  # makes the event, which the next one uses again
-    begun(pg).hold_back()
+    pg.allreduce([torch.ones(1)], SUM).wait()
+    hold_back_next(pg)
     return start(pg)
+
+
+def hold_back_next(pg: Any) -> None:
+    """The next work uses the event of the former one, and does not pass on the device until `begun(pg).let_pass()`."""
+    wait_until(lambda: pg.comm_process.num_free_events == 1, "the event of the former work", GUARD_S)
+    begun(pg).hold_back()
 
 
 # -- what is computed
@@ -236,8 +242,7 @@ def test_a_death_is_noticed_though_a_sender_stands(pair: Ring) -> None:
 # NCCLWORKER-2
 def test_a_collective_begins_after_its_callers_stream(pair: Ring) -> None:
     pair.sums()
-    wait_until(lambda: pair[0].num_active_work() == 0, "its end", GUARD_S)
-    begun(pair[0]).hold_back()
+    hold_back_next(pair[0])
     begun_works = pair.each(lambda rank: start(pair[rank]))
     time.sleep(0.05)  # in which it would have been queued
     assert pair[0].num_active_work() == 1
@@ -295,7 +300,7 @@ def test_a_future_completes_when_it_has_passed(rings: Rings) -> None:
 def test_a_barrier_blocks_until_it_has_passed(rings: Rings) -> None:
     ring = rings(1, make=lambda: IsolatedFake(30.0))
     ring[0].barrier().wait()
-    begun(ring[0]).hold_back()
+    hold_back_next(ring[0])
     waiting = ring.begin(lambda: ring[0].barrier().wait())
     wait_until(lambda: ring[0].num_active_work() == 1, "its begin", GUARD_S)
     with pytest.raises(FutureTimeoutError):
