@@ -301,7 +301,8 @@ class Job(Command):
         return self.process.poll() is not None
 
     def rank_pid(self, local_rank: int) -> int:
-        """Of the newest process of that rank."""
+        """Of the newest process of that rank. It may run before its event is written, by a thread of the agent."""
+        self.expect("spawned", local_rank=local_rank)
         return int([seen["pid"] for seen in self.events() if self._spawned(seen, local_rank)][-1])
 
     @staticmethod
