@@ -355,7 +355,11 @@ def test_an_older_tls_is_refused(authority: Authority) -> None:
     serve(test, tls)
 
 
-@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", os.urandom(400), b"\x16\x03\x01\xff\xff" + b"x" * 70_000])
+# The same each time: one in 500 of random ones looks like the start of an old, longer hello, whose rest is waited for.
+NOISE = bytes(number * number % 251 for number in range(400))
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", NOISE, b"\x16\x03\x01\xff\xff" + b"x" * 70_000])
 def test_what_is_not_tls_is_cut_off_and_logged_once(authority: Authority, sent: bytes) -> None:
     tls = authority.issue().read()
 
