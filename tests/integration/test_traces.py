@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from elasticgang.errors import OperationalError
+from elasticgang.watch import traces as traces_module
 from elasticgang.watch.reader import JobReader
 from elasticgang.watch.serving import serve, wants_traces
 from elasticgang.watch.traces import Traces, make_exporter, trace_id
@@ -34,6 +35,12 @@ KILLED = {
     "began_at": 20.0,
     "phases_ms": PHASES,
 }
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the traces waits for their thread, however late that gets a core."""
+    monkeypatch.setattr(traces_module, "FLUSH_S", DEADLINE_S)
 
 
 def exported(events: Sequence[dict[str, Any]]) -> list[ReadableSpan]:
@@ -126,7 +133,8 @@ class Stuck(SpanExporter):
 
 
 # TRACES-2
-def test_an_exporter_that_hangs_keeps_nobody() -> None:
+def test_an_exporter_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces_module, "FLUSH_S", 0.1)
     exporter = Stuck()
     traces = Traces(exporter)
     try:
