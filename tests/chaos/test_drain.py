@@ -150,9 +150,8 @@ def test_one_whose_script_ends_early_is_named(tmp_path: Path) -> None:
     """
     early = "rank 1 exited with code 0 before its loop had ended"
     with Job(tmp_path, training(tmp_path, steps=40, body=body), ranks=3) as job:
-        job.expect_line(
-            f"{early}: not restarting it"
-        )  # nobody is told of an exit that is complete only after the job has finished
+        # Nobody is told of an exit that is complete only after the job has finished.
+        job.expect_line(f"{early}: not restarting it")
         (tmp_path / "told").touch()
         assert job.wait() == 0, job.stderr
     assert job.stderr.count(f"elasticgang: {early}: not restarting it") == 1
