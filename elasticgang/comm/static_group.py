@@ -156,7 +156,12 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
     def get_reconfigure_handle(self) -> str:
         """This member's handle, for `reconfigure` on all members. It is the same one until the group is reconfigured.
         The first call starts a store in this process, by which the members connect, if the handle is the first one. Its
-        address is the one by which this host reaches the group's `TCPStore`; without one, that of the host's name."""
+        address is the one by which this host reaches the group's `TCPStore`; without one, that of the host's name.
+
+        Raises:
+            ClosedError: the group was destroyed.
+        """
+        self._check_open()
         if self._handle is None:
             host = _own_host_towards(_tcp_store(self._store))
             self._own_server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -175,12 +180,11 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
         and know the group's first members only.
 
         Raises:
+            ClosedError: the group was destroyed.
             MembershipError: the handles or the uuid are invalid. Nothing has changed.
             GangError: a member did not connect. Rank, size and handle are as before, and collectives raise; try again
                 with another uuid, and without the member.
         """
-        if self._closed:
-            raise ClosedError("the process group's handle is closed: it was destroyed")
         self.get_reconfigure_handle()
         assert self._handle is not None
         found = membership(opts, self._handle, self._uuids)
@@ -287,9 +291,12 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
                 raise CollectiveTimeoutError(f"rank 0 did not make the process group in {self._timeout:g} seconds")
             time.sleep(_MEETING_POLL_S)
 
-    def _present(self) -> Configuration:
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the process group's handle is closed: it was destroyed")
+
+    def _present(self) -> Configuration:
+        self._check_open()
         if self._configuration is None:
             raise InvalidOperationError("the process group has no members yet; call `reconfigure` first")
         return self._configuration

@@ -125,7 +125,9 @@ def test_a_group_that_was_made_for_it_waits_for_its_first_members() -> None:
     finally:
         pg.shutdown()
     with pytest.raises(ClosedError):
-        pg.reconfigure(options_of(3, [pg.get_reconfigure_handle()]))
+        pg.get_reconfigure_handle()
+    with pytest.raises(ClosedError):
+        pg.reconfigure(options_of(3, [handle]))
 
 
 def source_elsewhere() -> str:
