@@ -199,6 +199,7 @@ def play(story: Story, **options: Any) -> None:
                 await host.start()
             for host in hosts:
                 await host.enters(1)
+                host.said.clear()  # of a start that took long
             await asyncio.wait_for(story(coordinator, *hosts), 2 * TIMEOUT_S)
         finally:
             for host in hosts:

@@ -56,12 +56,12 @@ def test_a_job_whose_speed_was_measured_in_a_slow_moment_lasts_for_its_faults() 
 @pytest.mark.timeout(420)
 def test_random_faults_on_shards_leave_no_trace_in_the_bits(tmp_path: Path) -> None:
     """With a fallback layout, in which each rank holds the whole model."""
-    options = ["--layout", "sdp=2,min_replicas=2/sdp=1", "--reproducible", "--steps", "24", "--pause", "0.15"]
+    options = ["--layout", "sdp=2,min_replicas=2/sdp=1", "--reproducible", "--steps", "32", "--pause", "0.15"]
     options += ["--every", "1", "--seed", "4"]
     done = soak(*options, "--output-dir", str(tmp_path), timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["passed"], summary["steps"]) == (True, 24)
+    assert (summary["passed"], summary["steps"]) == (True, 32)
     assert summary["num_faults"] >= 1
 
 
