@@ -4,15 +4,17 @@ then, after the old ones have expired. What connects anew afterwards does so wit
 from __future__ import annotations
 
 import json
+import socket
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.chaos.several import Cluster, Coordinator
 from tests.chaos.test_kills import JOB, NUM_STEPS, check_samples, histories
 from tests.integration.certificates import Authority, Files, Mounted
-from tests.support import Job, kill, wait_until
+from tests.support import PROMPT_S, Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,6 +36,23 @@ def renew(mounted: Mounted, files: Files, coordinator: Coordinator, agents: list
 def await_return(output: Path) -> None:
     """Until the restarted rank is in step 9, or waits for its end to join."""
     wait_until(lambda: len([*output.glob("at-9-*")]) > 1 or [*output.glob("join-9-*")], "the restarted rank")
+
+
+def await_rank(job: Job, local_rank: int, files: Files) -> None:
+    """Until it serves its state with the new files: a rank looks at them by itself, up to a second after its agent."""
+    context = files.read().client_context(checks_name=False)
+
+    def has_renewed() -> bool:
+        for found in psutil.Process(job.rank_pid(local_rank)).net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN:
+                try:
+                    with socket.create_connection(found.laddr, PROMPT_S) as sock, context.wrap_socket(sock):
+                        return True
+                except OSError:  # an SSLError: the other CA has signed its certificate
+                    pass
+        return False
+
+    wait_until(has_renewed, f"the new files in use by rank {local_rank}")
 
 
 def has_healed(job: Job) -> bool:
@@ -92,6 +111,7 @@ def test_a_jobs_own_coordinator_and_its_ranks_use_the_new_files(tmp_path: Path, 
         wait_until(lambda: len(list(output.glob("at-5-*"))) == 2, "step 5")
         mounted.swap(second.issue())
         job.expect("tls_renewed")
+        await_rank(job, 0, mounted.files)
         job.coordinator().kill()
         job.expect("coordinator reachable")
         kill(job.rank_pid(1))  # its successor heals from the rank that has had the former files
