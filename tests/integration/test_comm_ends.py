@@ -583,9 +583,9 @@ def test_an_exception_of_a_signals_handler_loses_no_reply_at_whatever_moment(wor
                 is_armed = True
                 signal.setitimer(signal.ITIMER_REAL, delays.uniform(1e-6, 8e-4))
                 start_sum(comm, torch.ones(1000)).wait(GUARD_S)
+                is_armed = False  # here, where the exception is still caught
             except _Interrupt:
                 num_interrupted += 1
-            is_armed = False
             tensor = torch.full((1000,), 2.0)
             start_sum(comm, tensor).wait(GUARD_S)
             assert bool((tensor == 2).all())
