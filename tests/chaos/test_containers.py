@@ -29,6 +29,12 @@ def is_back(cluster: Cluster, step: int, other: Job, before: int) -> bool:
     return [0, 0, 1, 1] in seats or len(list(cluster.notes.glob(f"join-{step}-*"))) == 2
 
 
+def of_all(agent: Job) -> int:
+    """The newest generation, once its event is written and it has four ranks; 0 before."""
+    newest = [event for event in agent.events() if event["event"] == "generation"][-1:]
+    return sum(event["generation"] for event in newest if event["ranks"] == [0, 0, 1, 1])
+
+
 def test_containers_are_killed_cut_off_and_come_back(tmp_path: Path, alone: str) -> None:
     with (
         Network(["c", "a", "b"]) as network,
@@ -66,7 +72,7 @@ def test_a_container_comes_back_at_another_address(tmp_path: Path, alone: str) -
         first, second = start(cluster, network, "a"), start(cluster, network, "b")
         for num_moved, (step, is_fenced) in enumerate([(5, False), (12, True)], 1):
             cluster.reached(step, 4)
-            before = [event["generation"] for event in first.events() if event["event"] == "generation"][-1]
+            before = wait_until(functools.partial(of_all, first), "the generation of all four ranks")
             num_lost = len([event for event in first.events() if event["event"] == "host lost"])
             network.cut("b")
             if is_fenced:
