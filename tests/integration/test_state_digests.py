@@ -123,8 +123,9 @@ def test_an_apply_stops_digests_that_a_healer_has_requested(monkeypatch: pytest.
 
 
 # DIGEST-3
-def test_a_failure_is_raised_once_every_thread_has_ended() -> None:
-    begun, returned, ended = threading.Event(), threading.Event(), threading.Event()
+def test_a_failure_is_raised_once_every_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "TELL_S", 0.01)
+    begun, waits, returned, ended = (threading.Event() for _ in range(4))
     first = threading.current_thread()
 
     def digest(data: memoryview) -> str:
@@ -132,6 +133,7 @@ def test_a_failure_is_raised_once_every_thread_has_ended() -> None:
             assert begun.wait(DEADLINE_S)
             raise ValueError("the first")
         begun.set()
+        waits.wait(DEADLINE_S)  # until the first thread, which has noted its error, waits for this one
         returned.wait(0.2)  # is set if nobody waits for this thread
         ended.set()
         raise ValueError("the second")
@@ -139,9 +141,10 @@ def test_a_failure_is_raised_once_every_thread_has_ended() -> None:
     tensors = [torch.zeros(4 * CHUNK)]
     of = digests.Digests(digest)
     with pytest.raises(ValueError, match="the first"):
-        of.of(AT, tensors, staging.Chunks(tensors, None))
+        of.of(AT, tensors, staging.Chunks(tensors, None), tell=lambda num: waits.set())
     has_ended = ended.is_set()
     returned.set()
+    waits.set()
     assert has_ended
     assert not of.are_begun(AT)
 
