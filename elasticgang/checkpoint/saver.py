@@ -154,12 +154,8 @@ class DurableCheckpoints:
             return
         if self._save is not None and self.is_saving:
             former = self._save.plan
-            what = (
-                f"its save in {former.directory}"
-                if former.attempt == tip
-                else f"the save of step {former.attempt.step}"
-            )
-            log.warning("step %d is not saved in %s: %s has not ended", tip.step, plan.directory, what)
+            what = f"its save in {former.directory}" if former.attempt == tip else f"that of step {former.attempt.step}"
+            log.warning("step %d is not saved: %s has not ended", tip.step, what)
             return
         self._start(plan, place, record)
 

@@ -34,7 +34,7 @@ PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
 _MAX_STARTS = 20
 CLOSE_TIMEOUT_S = 5.0
 STANDBY_S = 0.3
-STANDBY_RETRY_S = 10.0
+STANDBY_RETRY_S = 60.0
 
 
 class StandbyPool:
