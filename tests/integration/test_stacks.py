@@ -218,11 +218,15 @@ def test_the_end_of_a_dump_is_recognised_in_a_process_of_a_fork_server() -> None
     try:
         server.wait_ready()
         spawned = server.spawn("tests.integration.children:serve_stack", {}, fds=[file, is_ready])
-        assert os.read(ready, 1) == b"x"
-        (thread,) = stacks.by_faulthandler(StackSource(spawned.pid, spawned.pidfd, file))
+        try:
+            assert os.read(ready, 1) == b"x"
+            (thread,) = stacks.by_faulthandler(StackSource(spawned.pid, spawned.pidfd, file))
+        finally:  # it is a child of this process, and not of the server (FORK-2)
+            signal.pidfd_send_signal(spawned.pidfd, signal.SIGKILL)
+            os.waitid(os.P_PIDFD, spawned.pidfd, os.WEXITED)
+            os.close(spawned.pidfd)
         assert os.pread(file, 1 << 16, 0).decode().endswith(stacks.OUTERMOST)
         assert thread[-1] == Frame("<string>", 1, "<module>")
-        os.close(spawned.pidfd)
     finally:
         server.close()
         for each in (file, ready, is_ready):
