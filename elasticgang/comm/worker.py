@@ -178,7 +178,7 @@ class Worker:
         self._store: str | None = args["store"]
         # One client per group: a group that waits for a peer's key on a shared client would block the others.
         self._stores: list[TCPStore] = []
-        self._idle: tuple[str, TCPStore] | None = None  # WORKER-8: a server's address, and an unused client
+        self._idle: dict[str, TCPStore] = {}  # WORKER-8: at most one client that no group uses, by its server's address
         if self._store is not None and _listens(self._store):
             with contextlib.suppress(RuntimeError):  # it may be unreachable for a while; `_configure` connects again
                 for _ in range(3):
@@ -268,15 +268,19 @@ class Worker:
         return made
 
     def _store_of(self, number: int, prefix: str, group: dict[str, Any]) -> Store:
-        """The store of a group: the agent's, or a prefix of the `TCPStore` over a client that is connected already. If
-        that client has lost its server, a new one replaces it, because clients do not reconnect."""
+        """The store of a group: the agent's, or a prefix of the `TCPStore` over a client that is connected already."""
         if self._store is None:
             return self._agent_store(prefix, group, self._timeout)
-        try:
-            self._stores[number].check([prefix])
-        except RuntimeError:
-            self._stores[number] = self._connect(self._store)
-        return PrefixStore(f"{prefix}/{group['name']}", self._stores[number])
+        client = self._stores[number] = self._connected(self._stores[number], self._store, prefix)
+        return PrefixStore(f"{prefix}/{group['name']}", client)
+
+    def _connected(self, client: TCPStore | None, store: str, prefix: str) -> TCPStore:
+        """`client`, or a new one where there is none or it has lost its server: clients do not reconnect."""
+        if client is not None:
+            with contextlib.suppress(RuntimeError):
+                client.check([prefix])
+                return client
+        return self._connect(store)
 
     def _agent_store(self, prefix: str, group: dict[str, Any], timeout: timedelta) -> Store:
         if self._agent is None:
@@ -290,30 +294,23 @@ class Worker:
             group.barrier().wait()
 
     def _add(self, command: dict[str, Any]) -> None:
-        """Add a group to the configured ones."""
+        """Add a group to the configured ones. The rank adds one at a time."""
         (group,) = command["groups"]
         groups, prefix = self._groups, command["prefix"]
         address = command["store"] or self._store
         timeout = timedelta(seconds=command["timeout_s"])
+        idle, self._idle = self._idle, {}
         if address is None:
-            client, store = None, self._agent_store(prefix, group, timeout)
+            store = self._agent_store(prefix, group, timeout)
         else:
-            client = self._take_idle(address, prefix) or self._connect(address)
+            client = self._connected(idle.get(address), address, prefix)
             client.set_timeout(timeout)
+            idle = {address: client}
             store = PrefixStore(f"{prefix}/{group['name']}", client)
         made = self._create(store, group, timeout)
         self._handshake(made)
         groups[group["name"]] = made
-        self._idle = None if address is None or client is None else (address, client)
-
-    def _take_idle(self, address: str, prefix: str) -> TCPStore | None:
-        """WORKER-8. Groups are added one after the other."""
-        found, self._idle = self._idle, None
-        if found is not None and found[0] == address:
-            with contextlib.suppress(RuntimeError):  # it has lost its server
-                found[1].check([prefix])
-                return found[1]
-        return None
+        self._idle = idle
 
     def _connect(self, store: str, timeout: timedelta | None = None) -> TCPStore:
         host, _, port = store.rpartition(":")

@@ -161,14 +161,9 @@ def test_the_timer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.close()
 
 
-@pytest.fixture
-def no_retry_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supply_module, "STANDBY_RETRY_S", 0.0)
-
-
 # STANDBY-4
-@pytest.mark.usefixtures("no_retry_time")
-def test_a_standby_that_dies_is_replaced_at_the_next_commit() -> None:
+def test_a_standby_that_dies_is_replaced_at_the_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply_module, "STANDBY_RETRY_S", 0.0)
     comms = [Started(), Started()]
     futures = [starting() for _ in comms]
     starts = iter(futures)
