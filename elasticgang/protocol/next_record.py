@@ -228,9 +228,12 @@ def _differences(report: Report, wanted: Mapping[str, object]) -> Iterator[str]:
 
 def _unlike(record: Record | None, reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:
     """Refuse joiners with other settings than the job's."""
-    members = [report for report in reports if record is not None and record.has_agent(report.agent)]
-    settings = [dict(report.settings) for report in members or reports]
-    joining = [report for report in reports if report not in members]
+    members = set() if record is None else set(record.agents)
+    joining = [report for report in reports if report.agent not in members]
+    if not joining:
+        return ()
+    present = [report for report in reports if report.agent in members]
+    settings = [dict(report.settings) for report in present or reports]
     refused = []
     for name in sorted({name for report in joining for name, _ in report.settings}):
         given = [of_report[name] for of_report in settings if name in of_report]
