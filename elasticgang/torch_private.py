@@ -98,6 +98,12 @@ def gloo_device(host: str | None, *, lazy: bool = False) -> Any:
     return gloo.create_device(hostname=host, lazy_init=lazy)
 
 
+def gloo_keys(own: str, rank: int, peers: Sequence[int]) -> list[str]:
+    """The names of the keys that `peers` put, by the name of the one that `rank` puts. Empty if it has another form."""
+    begin, slash, last = own.rpartition("/")
+    return [f"{begin}{slash}{peer}" for peer in peers] if slash and last == str(rank) else []
+
+
 def new_gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
     """Gloo's backend with its own timeout, on a `gloo_device`. The public constructor takes no interface."""
     gloo: Any = _c10d.ProcessGroupGloo

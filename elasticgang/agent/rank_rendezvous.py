@@ -27,13 +27,12 @@ from elasticgang.errors import WireError
 from elasticgang.process import framing
 from elasticgang.process.sum_block import SumBlock
 from elasticgang.protocol.record import Record
-from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, KeyExchange, RendezvousKeys
+from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Asked, Key, KeyExchange, RendezvousKeys, batches
 from elasticgang.protocol.sum_route import sharing_members
 from elasticgang.testing import reached
 
 _MAX_FRAME_BYTES = 4 * MAX_VALUE_CHARS
 _MAX_UNSENT_BYTES = 128 << 20
-_MAX_SENT_CHARS = 4 << 20  # in one message to the coordinator
 _RETRY_S = 0.5
 _COORDINATOR = None  # the party
 
@@ -56,7 +55,9 @@ class RankRendezvous:
         self._exchange: KeyExchange[RankConnection | None] = KeyExchange("")
         self._has_peers = False
         self._outbox: dict[RankConnection | None, list[Key]] = defaultdict(list)
-        self._joined: list[str] = []
+        self._joined: dict[str, None] = {}  # the groups that this agent has joined at the coordinator
+        self._new_groups: list[str] = []  # of these, what it has not been told
+        self._new_asked: list[Asked] = []
         self._flushing: asyncio.Handle | None = None
         self._reserve: int | None = None  # the descriptor of the next block
         self._has_told_shortage = False  # since the last connection that was received
@@ -67,7 +68,7 @@ class RankRendezvous:
             self._generation, self._exchange = record.generation, KeyExchange(record.prefix)
             self._members = frozenset(seat.member for seat in record.seats_of(agent))
             self._has_peers = len(record.agents) > 1
-            self._forget_unsent()
+            self._forget_sent()
             self._send_block(record, sharing_members(record.seats_of(agent)))
 
     def _send_block(self, record: Record, members: Sequence[str]) -> None:
@@ -103,13 +104,15 @@ class RankRendezvous:
             over = framing.pack("over", prefix=self._exchange.prefix)
             waiting = [party for party in self._exchange.parties() if party is not _COORDINATOR]
             self._members, self._exchange = frozenset(), KeyExchange("")
-            self._forget_unsent()
+            self._forget_sent()
             for connection in waiting:  # a standby waits for no key
                 connection.send(over)
 
-    def _forget_unsent(self) -> None:
+    def _forget_sent(self) -> None:
         self._outbox.clear()
         self._joined.clear()
+        self._new_groups.clear()
+        self._new_asked.clear()
 
     def add_rank(self, member: str, door: socket.socket) -> None:
         self._doors[member] = door
@@ -127,15 +130,16 @@ class RankRendezvous:
     def renew(self) -> None:
         """There is a new session, and a coordinator in office: it may know nothing of this generation."""
         if self._has_peers:
+            groups = self._exchange.groups
             self._exchange.leave(_COORDINATOR)
-            self._joined = list(self._exchange.groups)
-            self._outbox[_COORDINATOR] = self._exchange.take(_COORDINATOR, self._joined, ()).get(_COORDINATOR, [])
+            self._new_groups, self._new_asked = list(self._joined), list(self._exchange.awaited())
+            self._outbox[_COORDINATOR] = self._exchange.take(_COORDINATOR, groups).get(_COORDINATOR, [])
             self._plan_flush()
 
     def receive(self, message: RendezvousKeys) -> None:
         """From the coordinator."""
         if message.prefix == self._exchange.prefix:
-            self._take(_COORDINATOR, (), message.keys)
+            self._take(_COORDINATOR, (), message.keys, ())
 
     # -- of its connections
 
@@ -153,10 +157,11 @@ class RankRendezvous:
         """Raises WireError, KeyError, TypeError or ValueError: it is invalid."""
         prefix, groups = message["prefix"], [str(group) for group in message["groups"]]
         keys = [Key(str(group), str(name), str(value)) for group, name, value in message["keys"]]
+        asked = [Asked(str(group), tuple(str(name) for name in names)) for group, names in message["asked"]]
         if prefix != self._exchange.prefix or connection.member not in self._members:  # DOOR-2
             connection.send(framing.pack("over", prefix=str(prefix)))
             return
-        self._take(connection, groups, keys)
+        self._take(connection, groups, keys, asked)
 
     def _listen(self, member: str, door: socket.socket) -> None:
         if self._doors.get(member) is door:
@@ -200,15 +205,26 @@ class RankRendezvous:
 
     # -- the exchange
 
-    def _take(self, party: RankConnection | None, groups: Any, keys: Any) -> None:
-        sends = self._exchange.take(party, groups, keys)
+    def _take(
+        self, party: RankConnection | None, groups: Sequence[str], keys: Sequence[Key], asked: Sequence[Asked]
+    ) -> None:
+        elsewhere = self._exchange.unasked(asked)
+        sends = self._exchange.take(party, groups, keys, asked)
         if self._has_peers and party is not _COORDINATOR:
-            joined = [group for group in groups if not self._exchange.has_joined(_COORDINATOR, group)]
-            self._joined += joined
-            self._outbox[_COORDINATOR] += self._exchange.take(_COORDINATOR, joined, ()).get(_COORDINATOR, [])
+            self._pass_on(groups, keys, elsewhere)
         for other, found in sends.items():
             self._outbox[other] += found
         self._plan_flush()
+
+    def _pass_on(self, groups: Sequence[str], keys: Sequence[Key], asked: Sequence[Asked]) -> None:
+        """The coordinator gets all keys of the ranks of this agent, and is asked for what they ask for."""
+        for group in dict.fromkeys([*groups, *(key.group for key in keys)]):
+            if not self._exchange.has_joined(_COORDINATOR, group):
+                self._outbox[_COORDINATOR] += self._exchange.take(_COORDINATOR, [group]).get(_COORDINATOR, [])
+        new_groups = [group for group in groups if group not in self._joined]
+        self._joined.update(dict.fromkeys(new_groups))
+        self._new_groups += new_groups
+        self._new_asked += [each for each in asked if each.group not in self._joined]
 
     def _plan_flush(self) -> None:
         if self._flushing is None:
@@ -219,19 +235,19 @@ class RankRendezvous:
         self._flushing = None
         outbox, self._outbox = self._outbox, defaultdict(list)
         prefix = self._exchange.prefix
-        groups, self._joined = tuple(self._joined), []
+        groups, self._new_groups = tuple(self._new_groups), []
+        asked, self._new_asked = tuple(self._new_asked), []
         to_coordinator = outbox.pop(_COORDINATOR, [])
         for connection, keys in outbox.items():
             if connection is not None:
                 connection.send(framing.pack("keys", prefix=prefix, keys=keys))
         if to_coordinator:
             reached("keys_collected")
-        while groups or to_coordinator:
-            num, size = 0, 0
-            while num < len(to_coordinator) and (size := size + len(to_coordinator[num].value)) <= _MAX_SENT_CHARS:
-                num += 1
-            self._send(RendezvousKeys(prefix, groups, tuple(to_coordinator[: num or 1])))
-            groups, to_coordinator = (), to_coordinator[num or 1 :]
+        for batch in batches(to_coordinator):
+            self._send(RendezvousKeys(prefix, groups, batch, asked))
+            groups, asked = (), ()
+        if groups or asked:
+            self._send(RendezvousKeys(prefix, groups, (), asked))
 
 
 class RankConnection(asyncio.Protocol):

@@ -1,10 +1,13 @@
 """A torch store for the rendezvous keys of process groups, over a connection to the rank's agent.
 
 The agent pushes the keys of every group that this process has joined: `get` and `wait` wait for the pushed keys and
-send no request. The store has only the operations that the rendezvous of process groups uses; all others raise.
+send no request. Of a group that connects when it is used, the process asks for the keys that it needs (KEYS-ASKED). The
+store has only the operations that the rendezvous of process groups uses; all others raise.
 
 AGENT-STORE-1  A wait ends at its deadline, when the connection is lost, or when the agent reports that the generation
     is over.
+AGENT-STORE-2  With its own key a rank asks for those to which it connects first: otherwise each round of its first
+    collective would wait for an answer of the coordinator.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from elasticgang.collectives.exchange import rounds
 from elasticgang.errors import WireError
 from elasticgang.process import framing
+from elasticgang.torch_private import gloo_keys
 
 _MAX_NAME_CHARS = 64
 
@@ -41,24 +46,28 @@ class AgentStoreClient:
         self._reader = threading.Thread(target=self._read, name="agent-store", daemon=True)
         self._reader.start()
 
-    def store(self, prefix: str, group: str, timeout: timedelta) -> AgentStore:
-        """The store of one group of the generation with that prefix."""
+    def store(self, prefix: str, group: str, timeout: timedelta, peers: Peers | None = None) -> AgentStore:
+        """The store of one group of the generation with that prefix. `peers`: it connects when it is used."""
         if len(group) > _MAX_NAME_CHARS:  # the name of a made group contains all of its ranks
             group = hashlib.sha256(group.encode()).hexdigest()
         with self._changed:
             if prefix != self._prefix:
                 self._prefix, self._keys = prefix, defaultdict(dict)
-        return AgentStore(self, prefix, group, timeout)
+        return AgentStore(self, prefix, group, timeout, peers)
 
-    def put(self, prefix: str, group: str, name: str, value: bytes) -> None:
-        """Put a key, and join the group. Raises RuntimeError: the connection is lost."""
+    def put(self, prefix: str, group: str, name: str, value: bytes, asked: Sequence[str] | None = None) -> None:
+        """Put a key, and join the group, or ask for the keys `asked`. Raises RuntimeError: the connection is lost."""
         with self._changed:
             self._keys[prefix, group][name] = value
-        self._send(prefix, group, [(group, name, base64.b64encode(value).decode())])
+        self._send(prefix, group, [(group, name, base64.b64encode(value).decode())], asked)
 
     def join(self, prefix: str, group: str) -> None:
         """Ask the agent for the keys of the group. Raises RuntimeError: the connection is lost."""
-        self._send(prefix, group, [])
+        self._send(prefix, group, [], None)
+
+    def ask(self, prefix: str, group: str, names: Sequence[str]) -> None:
+        """Ask the agent for these keys of the group. Raises RuntimeError: the connection is lost."""
+        self._send(prefix, group, [], names)
 
     def close(self) -> None:
         """Close the connection, which ends every wait."""
@@ -84,8 +93,10 @@ class AgentStoreClient:
                 return [keys[name] for name in names]
         raise RuntimeError("the agent is gone" if self._is_lost else "the generation is over")
 
-    def _send(self, prefix: str, group: str, keys: list[tuple[str, str, str]]) -> None:
-        data = framing.pack("keys", prefix=prefix, groups=[group], keys=keys)
+    def _send(self, prefix: str, group: str, keys: list[tuple[str, str, str]], asked: Sequence[str] | None) -> None:
+        """`asked`: None joins the group."""
+        groups, asked_of = ([group], []) if asked is None else ([], [(group, asked)])
+        data = framing.pack("keys", prefix=prefix, groups=groups, keys=keys, asked=asked_of)
         with self._send_lock:
             try:
                 self._sock.sendall(data)
@@ -109,18 +120,35 @@ class AgentStoreClient:
             self._changed.notify_all()
 
 
+class Peers(NamedTuple):
+    """A rank of a group that connects when it is used."""
+
+    rank: int
+    size: int
+
+    def first(self) -> list[int]:
+        """Those to which it connects in a ring, and by recursive doubling. Others are asked for when they are used."""
+        ring = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        return sorted({*ring, *(each.peer for each in rounds(self.rank, self.size))} - {self.rank})
+
+
 class AgentStore(Store):
     """The keys of one group."""
 
-    def __init__(self, client: AgentStoreClient, prefix: str, group: str, timeout: timedelta) -> None:
+    def __init__(
+        self, client: AgentStoreClient, prefix: str, group: str, timeout: timedelta, peers: Peers | None
+    ) -> None:
         super().__init__()
-        self._client, self._prefix, self._group, self._timeout = client, prefix, group, timeout
+        self._client, self._prefix, self._group, self._timeout, self._peers = client, prefix, group, timeout, peers
         self._has_joined = False
+        self._asked: set[str] = set()
 
     def set(self, key: str, value: Any) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._client.put(self._prefix, self._group, key, data)
+        asked = None if self._peers is None else gloo_keys(key, self._peers.rank, self._peers.first())
+        self._client.put(self._prefix, self._group, key, data, asked)
         self._has_joined = True
+        self._asked.update(asked or ())
 
     def get(self, key: str) -> bytes:
         return self._values([key], None)[0]
@@ -129,7 +157,12 @@ class AgentStore(Store):
         self._values(keys, timeout)
 
     def _values(self, keys: Sequence[str], timeout: timedelta | None) -> list[bytes]:
-        if not self._has_joined:
+        if self._peers is not None:
+            new = [key for key in keys if key not in self._asked]
+            if new:
+                self._client.ask(self._prefix, self._group, new)
+                self._asked.update(new)  # again, if another thread asks at the same time
+        elif not self._has_joined:
             self._client.join(self._prefix, self._group)
             self._has_joined = True
         return self._client.wait(self._prefix, self._group, keys, timeout or self._timeout)

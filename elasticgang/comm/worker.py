@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation
 from elasticgang.collectives.table import TABLE, Step
-from elasticgang.comm.agent_store import AgentStore, AgentStoreClient
+from elasticgang.comm.agent_store import AgentStore, AgentStoreClient, Peers
 from elasticgang.comm.arena import bytes_as, map_memory
 from elasticgang.comm.task_threads import TaskThreads
 from elasticgang.process.parent_death import signal_at_parent_death
@@ -285,7 +285,8 @@ class Worker:
     def _agent_store(self, prefix: str, group: dict[str, Any], timeout: timedelta) -> Store:
         if self._agent is None:
             raise RuntimeError("there is neither a store nor a connection to an agent")
-        return self._agent.store(prefix, group["name"], timeout)
+        peers = Peers(group["rank"], group["size"]) if group["size"] > EAGER_SIZE else None
+        return self._agent.store(prefix, group["name"], timeout, peers)
 
     def _handshake(self, group: Any) -> None:
         """WORKER-4. Uses a barrier of the group, not of the store, whose server may exit with the first rank that

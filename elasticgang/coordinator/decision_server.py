@@ -16,9 +16,6 @@ SERVE-NEW      The state directory has no file of a job before its first decisio
                any number of jobs, and each file costs two fsyncs. For a job that has a file, the new term is on disk
                before an agent learns it. Both are read and written off the event loop; what agents send meanwhile, up
                to `_MAX_EARLY` messages each, is handled then.
-SERVE-KEYS     In office, agents of the newest record exchange the rendezvous keys of its generation until it is over.
-               An agent without a seat in it may not put a key. Out of office, keys are dropped: agents send all of
-               them again to a coordinator that takes office.
 SERVE-BEGIN    A connection is closed if its session has not begun `HANDSHAKE_S` after it was authenticated: the agent
                has not sent its hello, or the decision that this names. One of an operator is closed then in any case.
                Until then an agent may know a record, and an operator's word is refused.
@@ -42,6 +39,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from elasticgang.coordinator.job_keys import JobKeys
 from elasticgang.coordinator.push_payloads import PushPayloads
 from elasticgang.coordinator.state_directory import Kept, StateDirectory
 from elasticgang.errors import OperationalError, WireError
@@ -68,7 +66,7 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import PROTOCOL, Record
-from elasticgang.protocol.rendezvous_keys import KeyExchange, RendezvousKeys
+from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.connection import HANDSHAKE_S, Connection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.frames import Payload
@@ -76,7 +74,6 @@ from elasticgang.session.handshake import AGENT, OPERATOR
 from elasticgang.session.incidents import Incidents
 from elasticgang.session.listener import Listener
 from elasticgang.session.messages import decode_from_agent, decode_from_operator, encode
-from elasticgang.testing import reached
 
 EXITED_S = 1.2
 _TICK_S = 0.2
@@ -101,13 +98,15 @@ class _Job:
     refused_s: dict[str, float] = field(default_factory=dict)  # by agent: when its host began to refuse (SERVE-EXITED)
     probes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     awaited: str = ""  # why it waits for the operator's word: logged once
-    exchange: KeyExchange[int] | None = None  # of the present generation; the parties are sessions
+    keys: JobKeys = field(init=False)
 
-    @property
-    def exchanging(self) -> Record | None:
-        """The record whose agents exchange rendezvous keys now (SERVE-KEYS)."""
-        record, state = self.state.record, self.state
-        return record if record is not None and state.in_office and state.over < record.generation else None
+    def __post_init__(self) -> None:
+        self.keys = JobKeys(self.state, self._send_keys)
+
+    def _send_keys(self, session: int, message: RendezvousKeys) -> None:
+        connection = self.connections.get(session)
+        if connection is not None:
+            connection.send(encode(message))
 
 
 @dataclass(frozen=True)
@@ -262,7 +261,7 @@ class CoordinatorServer:
         job, number = found
         message = decode_from_agent(payload)
         if isinstance(message, RendezvousKeys):
-            self._exchange_keys(job, number, message)
+            job.keys.receive(number, message)
             return
         if isinstance(message, Hello):
             known = job.state.record
@@ -291,25 +290,8 @@ class CoordinatorServer:
             job, number = found
             job.connections.pop(number, None)
             job.known.pop(number, None)
-            if job.exchange is not None:
-                job.exchange.leave(number)
+            job.keys.leave(number)
             self._handle(job, SessionClosed(number))
-
-    @staticmethod
-    def _exchange_keys(job: _Job, number: int, message: RendezvousKeys) -> None:
-        """SERVE-KEYS. Keys of another generation are dropped: they may have been sent before its end was known."""
-        record, session = job.exchanging, job.state.sessions.get(number)
-        if record is None or message.prefix != record.prefix:
-            return
-        if session is None or not record.has_agent(session.agent):
-            raise WireError("an agent puts rendezvous keys of a generation that it is not in")
-        reached("keys_received")
-        if job.exchange is None:
-            job.exchange = KeyExchange(record.prefix)
-        for other, keys in job.exchange.take(number, message.groups, message.keys).items():
-            connection = job.connections.get(other)
-            if connection is not None:
-                connection.send(encode(RendezvousKeys(record.prefix, (), tuple(keys))))
 
     # -- the state machines
 
@@ -450,18 +432,11 @@ class CoordinatorServer:
         try:
             while job.events and not self._has_failed:
                 self._carry_out(job, job.state.handle(job.events.popleft(), time.monotonic()))
-            self._drop_keys(job)
+            job.keys.drop_former()
         except Exception as error:  # SERVE-STOP
             self._stop_for(error)
         finally:
             job.is_busy = False
-
-    @staticmethod
-    def _drop_keys(job: _Job) -> None:
-        """SERVE-KEYS."""
-        record, exchange = job.exchanging, job.exchange
-        if exchange is not None and (record is None or record.prefix != exchange.prefix):
-            job.exchange = None
 
     def _stop_for(self, error: BaseException) -> None:
         if not self._has_failed:

@@ -4,15 +4,18 @@ The coordinator runs one exchange for each job, with the sessions of its agents 
 parties are the comm processes of its ranks, and the coordinator if the generation has several agents.
 
 KEYS-FIRST  The first value of a key stays. Another value is refused: nobody can redirect a group that has its keys.
-KEYS-GROUP  A party gets the keys of the groups that it has joined, and no other; those that were put before it joined
-            too.
-KEYS-BOUND  A value has at most `MAX_VALUE_CHARS`, and an exchange at most `MAX_CHARS`.
+KEYS-GROUP  A party gets the keys of the groups that it has joined, and those that it has asked for (KEYS-ASKED), and no
+            other. It gets those that were put before too.
+KEYS-ASKED  Of a large group, in which each rank connects to a few others, a party asks for the keys of these: all keys
+            of all ranks would be a number that grows with the square of the number of hosts.
+KEYS-BOUND  A value has at most `MAX_VALUE_CHARS`, and an exchange at most `MAX_CHARS`. A party waits for at most
+            `MAX_ASKED` keys.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -21,6 +24,8 @@ from elasticgang.errors import WireError
 MAX_NAME_CHARS = 256
 MAX_VALUE_CHARS = 1 << 20
 MAX_CHARS = 64 << 20
+MAX_ASKED = 1 << 16
+MAX_SENT_CHARS = 4 << 20
 
 _P = TypeVar("_P", bound=Hashable)
 
@@ -33,6 +38,13 @@ class Key(NamedTuple):
     value: str
 
 
+class Asked(NamedTuple):
+    """The keys of a group that a party asks for."""
+
+    group: str
+    names: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class RendezvousKeys:
     """A message, in both directions. `prefix`: of the generation (`Record.prefix`). `groups`: that the sender joins."""
@@ -40,6 +52,19 @@ class RendezvousKeys:
     prefix: str
     groups: tuple[str, ...]
     keys: tuple[Key, ...]
+    asked: tuple[Asked, ...] = ()
+
+
+def batches(keys: Sequence[Key]) -> Iterator[tuple[Key, ...]]:
+    """`keys` in as many messages as needed: values of `MAX_SENT_CHARS` in each."""
+    begin, size = 0, 0
+    for number, key in enumerate(keys):
+        if number > begin and size + len(key.value) > MAX_SENT_CHARS:
+            yield tuple(keys[begin:number])
+            begin, size = number, 0
+        size += len(key.value)
+    if keys:
+        yield tuple(keys[begin:])
 
 
 class KeyExchange(Generic[_P]):
@@ -49,18 +74,24 @@ class KeyExchange(Generic[_P]):
         self.prefix = prefix
         self._keys: dict[str, dict[str, tuple[Key, _P]]] = {}
         self._parties: dict[str, dict[_P, None]] = {}
+        self._asking: dict[tuple[str, str], dict[_P, None]] = {}  # by group and name: who waits for that key
+        self._asked: dict[_P, dict[tuple[str, str], None]] = {}  # the same by party
         self._num_chars = 0
 
     @property
     def groups(self) -> tuple[str, ...]:
+        """Those that a party has joined."""
         return tuple(self._parties)
 
     def parties(self) -> list[_P]:
-        """Those that have joined a group."""
-        return list(dict.fromkeys(party for joined in self._parties.values() for party in joined))
+        """Those that have joined a group, or wait for a key."""
+        joined = (party for parties in self._parties.values() for party in parties)
+        return list(dict.fromkeys([*joined, *self._asked]))
 
-    def take(self, party: _P, groups: Iterable[str], keys: Iterable[Key]) -> dict[_P, list[Key]]:
-        """`party` joins `groups`, and puts `keys` there. Returns what each party is to be sent.
+    def take(
+        self, party: _P, groups: Iterable[str] = (), keys: Iterable[Key] = (), asked: Iterable[Asked] = ()
+    ) -> dict[_P, list[Key]]:
+        """`party` joins `groups`, puts `keys` and asks for `asked`. Returns what each party is to be sent.
 
         Raises:
             WireError: a key has another value already, or is too long, or there are too many. What came before that
@@ -69,7 +100,7 @@ class KeyExchange(Generic[_P]):
         sends: dict[_P, list[Key]] = defaultdict(list)
         for key in keys:
             if self._put(key, party):
-                for other in self._parties.get(key.group, ()):
+                for other in dict.fromkeys([*self._parties.get(key.group, ()), *self._answer(key)]):
                     if other != party:
                         sends[other].append(key)
         for group in groups:
@@ -77,7 +108,27 @@ class KeyExchange(Generic[_P]):
             if party not in joined:
                 joined[party] = None
                 sends[party] += [key for key, source in self._keys.get(group, {}).values() if source != party]
+        for group, names in asked:
+            if not self.has_joined(party, group):
+                sends[party] += self._ask(party, group, names)
         return {other: found for other, found in sends.items() if found}
+
+    def unasked(self, asked: Iterable[Asked]) -> tuple[Asked, ...]:
+        """Those of these keys that nobody has put, and nobody waits for."""
+        return tuple(
+            Asked(group, new)
+            for group, names in asked
+            if (
+                new := tuple(name for name in names if not self._has(group, name) and (group, name) not in self._asking)
+            )
+        )
+
+    def awaited(self) -> tuple[Asked, ...]:
+        """All keys that a party waits for."""
+        names: dict[str, list[str]] = defaultdict(list)
+        for group, name in self._asking:
+            names[group].append(name)
+        return tuple(Asked(group, tuple(found)) for group, found in names.items())
 
     def has_joined(self, party: _P, group: str) -> bool:
         return party in self._parties.get(group, ())
@@ -86,6 +137,41 @@ class KeyExchange(Generic[_P]):
         """Its keys stay."""
         for joined in self._parties.values():
             joined.pop(party, None)
+        for key in self._asked.pop(party, ()):
+            self._stop_asking(key, party)
+
+    def _has(self, group: str, name: str) -> bool:
+        return name in self._keys.get(group, {})
+
+    def _ask(self, party: _P, group: str, names: Sequence[str]) -> list[Key]:
+        """KEYS-ASKED. Returns those that are there; `party` waits for the others."""
+        of_group, found = self._keys.get(group, {}), []
+        for name in names:
+            if (there := of_group.get(name)) is not None:
+                if there[1] != party:
+                    found.append(there[0])
+                continue
+            waiting = self._asked.setdefault(party, {})
+            if len(waiting) >= MAX_ASKED and (group, name) not in waiting:
+                raise WireError(f"more than {MAX_ASKED} rendezvous keys are waited for")
+            if max(len(group), len(name)) > MAX_NAME_CHARS:
+                raise WireError("the name of a rendezvous key is over the limit")
+            waiting[group, name] = None
+            self._asking.setdefault((group, name), {})[party] = None
+        return found
+
+    def _answer(self, key: Key) -> Iterable[_P]:
+        """Those that have waited for it."""
+        waiting = self._asking.pop((key.group, key.name), {})
+        for party in waiting:
+            del self._asked[party][key.group, key.name]
+        return waiting
+
+    def _stop_asking(self, key: tuple[str, str], party: _P) -> None:
+        waiting = self._asking[key]
+        del waiting[party]
+        if not waiting:
+            del self._asking[key]
 
     def _put(self, key: Key, party: _P) -> bool:
         """Whether it is new."""

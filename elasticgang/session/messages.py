@@ -18,7 +18,7 @@ from elasticgang.errors import ElasticGangError, WireError
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.record import Record, Report, report_from_json, report_to_json
 from elasticgang.protocol.record_delta import apply_delta, delta_of
-from elasticgang.protocol.rendezvous_keys import MAX_NAME_CHARS, MAX_VALUE_CHARS, Key, RendezvousKeys
+from elasticgang.protocol.rendezvous_keys import MAX_NAME_CHARS, MAX_VALUE_CHARS, Asked, Key, RendezvousKeys
 from elasticgang.session.frames import MAX_PAYLOAD_BYTES
 
 Message = m.AgentMessage | m.CoordinatorMessage | m.GrantOffice | m.Granted | RendezvousKeys
@@ -230,7 +230,7 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.GrantOffice: lambda x: [],
     m.Granted: lambda x: [x.reason],
     m.JobUnrecoverable: lambda x: [x.reason],
-    RendezvousKeys: lambda x: [x.prefix, x.groups, x.keys],
+    RendezvousKeys: lambda x: [x.prefix, x.groups, x.keys, x.asked],
 }
 
 
@@ -238,13 +238,14 @@ def _peer_message(topic: Any, data: Any, agent: Any) -> m.PeerMessage:
     return m.PeerMessage(_name(topic), _text(data), _text(agent))
 
 
-def _rendezvous_keys(prefix: Any, groups: Any, keys: Any) -> RendezvousKeys:
+def _rendezvous_keys(prefix: Any, groups: Any, keys: Any, asked: Any) -> RendezvousKeys:
     found = []
     for group, name, value in keys:
         if len(_text(value)) > MAX_VALUE_CHARS:
             raise ValueError("the value of a rendezvous key is too long")
         found.append(Key(_name(group), _name(name), value))
-    return RendezvousKeys(_name(prefix), tuple(_name(group) for group in groups), tuple(found))
+    wanted = tuple(Asked(_name(group), tuple(_name(name) for name in names)) for group, names in asked)
+    return RendezvousKeys(_name(prefix), tuple(_name(group) for group in groups), tuple(found), wanted)
 
 
 def _end_generation(generation: Any, reason: Any, is_effect: Any) -> m.EndGeneration:

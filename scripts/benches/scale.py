@@ -8,8 +8,9 @@ decoded. docs/scale.md makes a model of these constants. Prints one JSON line pe
   change        CPU of the coordinator for one lost rank, from the first report to the last push; bytes for each agent
   learn         CPU of one agent for what it is sent: to check it, and to make the text that its ranks read
   read          CPU of one rank for that text
-  keys          characters of the rendezvous key of one rank of the root group, measured in a group of 24; of the keys
-                that each host is sent, and of those that the coordinator sends
+  keys          CPU of the coordinator for the rendezvous keys of the root group, from the first agent's message to the
+                last one to an agent, with `--turn` messages read at a time; bytes that an agent sends and is sent, mean
+                and most; messages to all agents. The key of a rank is as long as in a real group of 24.
 
 `cpu_ms` is of one try, in milliseconds of one core; of `change`, `learn` and `read` the median of several.
 """
@@ -24,7 +25,7 @@ import statistics
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -33,12 +34,14 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from elasticgang.collectives.exchange import DIRECT_SIZE, rounds
+from elasticgang.comm.agent_store import Peers
 from elasticgang.coordinator.server import collect_rarely
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import Record, Seat
-from elasticgang.session.messages import decode_from_coordinator, encode, encode_delta
-from elasticgang.torch_private import gloo_device, new_gloo
+from elasticgang.protocol.rendezvous_keys import Asked, Key, KeyExchange, RendezvousKeys
+from elasticgang.session.messages import decode_from_agent, decode_from_coordinator, encode, encode_delta
+from elasticgang.torch_private import gloo_device, gloo_keys, new_gloo
 from scripts.benches.coordinator import report_of
 from scripts.figures import print_figures
 
@@ -52,41 +55,37 @@ class KeyCounter(Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self._values: dict[str, bytes] = {}
+        self.values: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
     def set(self, key: str, value: Any) -> None:
         with self._changed:
-            self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+            self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._values[key]
+        return self.values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta = _TIMEOUT) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._values.keys() >= set(keys), timeout.total_seconds()):
-                raise RuntimeError(f"no keys {set(keys) - self._values.keys()}")
-
-    @property
-    def num_chars(self) -> int:
-        """As they are sent."""
-        return sum(len(name) + len(base64.b64encode(value)) for name, value in self._values.items())
+            if not self._changed.wait_for(lambda: self.values.keys() >= set(keys), timeout.total_seconds()):
+                raise RuntimeError(f"no keys {set(keys) - self.values.keys()}")
 
 
-def key_chars(num_ranks: int) -> float:
-    """Of one rank of a Gloo group that connects when it is used (WORKER-5)."""
+def one_key() -> tuple[str, bytes]:
+    """Name and value of what rank 0 puts for a Gloo group that connects when it is used (WORKER-5)."""
     store = KeyCounter()
-    with ThreadPoolExecutor(num_ranks) as pool:
+    with ThreadPoolExecutor(_KEY_SIZE) as pool:
         groups = [
-            pool.submit(new_gloo, store, rank, num_ranks, _TIMEOUT, gloo_device("127.0.0.1", lazy=True))
-            for rank in range(num_ranks)
+            pool.submit(new_gloo, store, rank, _KEY_SIZE, _TIMEOUT, gloo_device("127.0.0.1", lazy=True))
+            for rank in range(_KEY_SIZE)
         ]
         made = [group.result() for group in groups]
     for group in made:
         group.abort()
-    return round(store.num_chars / num_ranks, 1)
+    assert len(store.values) == _KEY_SIZE
+    return next((name, value) for name, value in store.values.items() if name.endswith("/0"))
 
 
 class Job:
@@ -209,10 +208,45 @@ def decisions(num_hosts: int, args: argparse.Namespace) -> Iterator[dict[str, An
     yield {"figure": "read", "cpu_ms": _ms(read), "text_bytes": len(text)}
 
 
-def keys(num_hosts: int, num_ranks: int, of_rank: float) -> dict[str, Any]:
-    world = num_hosts * num_ranks
-    sent_to_host = round((world - num_ranks) * of_rank)
-    return {"figure": "keys", "of_rank": of_rank, "sent_to_host": sent_to_host, "sent": num_hosts * sent_to_host}
+def keys(num_hosts: int, num_ranks: int, turn: int, key: tuple[str, bytes]) -> dict[str, Any]:
+    """Of the root group, in which each rank asks for the keys of those that it connects to first (AGENT-STORE-2)."""
+    name, value = key
+    prefix, group = f"job/1/{'0' * 64}", "0" * 64  # the name of a group of so many ranks is a hash
+    coded, world = base64.b64encode(value).decode(), num_hosts * num_ranks
+
+    def message_of(host: int) -> bytes:
+        own = range(host * num_ranks, (host + 1) * num_ranks)
+        peers = {peer for rank in own for peer in Peers(rank, world).first() if peer not in own}
+        asked = Asked(group, tuple(name_ for peer in sorted(peers) for name_ in gloo_keys(name, 0, [peer])))
+        put = tuple(Key(group, gloo_keys(name, 0, [rank])[0], coded) for rank in own)
+        return encode(RendezvousKeys(prefix, () if asked.names else (group,), put, (asked,) if asked.names else ()))
+
+    exchange: KeyExchange[int] = KeyExchange(prefix)
+    outbox: dict[int, list[Key]] = defaultdict(list)
+    sent, received, num_messages, used_s = Counter[int](), Counter[int](), 0, 0.0
+    for begin in range(0, num_hosts, turn):
+        messages = [(host, message_of(host)) for host in range(begin, min(begin + turn, num_hosts))]
+        began_s = time.process_time()
+        for host, payload in messages:
+            message = decode_from_agent(payload)
+            assert isinstance(message, RendezvousKeys)
+            sent[host] = len(payload)
+            for other, found in exchange.take(host, message.groups, message.keys, message.asked).items():
+                outbox[other] += found
+        for other, found in outbox.items():
+            received[other] += len(encode(RendezvousKeys(prefix, (), tuple(found))))
+        num_messages += len(outbox)
+        outbox.clear()
+        used_s += time.process_time() - began_s
+    assert not exchange.awaited()
+    return {
+        "figure": "keys",
+        "cpu_ms": _ms([used_s]),
+        "bytes_of_agent": round(sent.total() / num_hosts),
+        "bytes_to_agent": round(received.total() / num_hosts),
+        "most_bytes_to_agent": max(received.values()),
+        "messages": num_messages,
+    }
 
 
 def _ms(seconds: list[float]) -> float:
@@ -226,16 +260,17 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, nargs="+", default=[10, 100, 1000], help="(default: 10 100 1000)")
     parser.add_argument("--ranks", type=int, default=8, help="of each host (default: %(default)s)")
     parser.add_argument("--changes", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--turn", type=int, default=16, help="messages of agents with keys (default: %(default)s)")
     args = parser.parse_args()
-    if min(*args.hosts, 2) < 2 or args.ranks < 1 or args.changes < 1:
+    if min(*args.hosts, 2) < 2 or min(args.ranks, args.changes, args.turn) < 1:
         parser.error("there must be two hosts, a rank and a change at least")
-    of_rank = key_chars(_KEY_SIZE)
+    key = one_key()
     collect_rarely()  # as the coordinator does
     figures = itertools.chain.from_iterable(
         (
             {"hosts": num_hosts, **figure}
             for figure in itertools.chain(
-                [{"figure": "vote", **vote(num_hosts)}, keys(num_hosts, args.ranks, of_rank)],
+                [{"figure": "vote", **vote(num_hosts)}, keys(num_hosts, args.ranks, args.turn, key)],
                 decisions(num_hosts, args),
             )
         )

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from elasticgang.comm.worker import EAGER_SIZE
 from tests.chaos.several import Cluster, generation_of
 from tests.support import Job, kill
+
+LARGE = EAGER_SIZE + 2  # the ranks of such a group ask for the keys of some others (KEYS-ASKED)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -57,25 +60,29 @@ def test_an_agent_is_killed_before_it_has_sent_its_keys(tmp_path: Path, alone: s
         cluster.check(alone, [first, second])
 
 
-@pytest.mark.parametrize(("generation", "state"), [(1, False), (2, True), (2, False)])
+@pytest.mark.parametrize(("generation", "state", "ranks"), [(1, False, 2), (2, True, 2), (2, False, LARGE // 2)])
 def test_the_coordinator_is_killed_before_it_has_forwarded_keys(
-    tmp_path: Path, alone: str, generation: int, state: bool
+    tmp_path: Path, alone: str, generation: int, state: bool, ranks: int
 ) -> None:
-    """The generation begins with the keys that agents send again, and no other one is needed."""
+    """The generation begins with the keys that agents send again, or ask for again, and no other one is needed."""
+    connects = 2 * ranks <= EAGER_SIZE  # as it is entered; ranks of a larger one connect in the first step
     armed = tmp_path / "armed"
     if generation == 1:
         armed.touch()
     with Cluster(tmp_path, holds=[5], state=state, program=killed_at("keys_received", armed)) as cluster:
-        agents = [cluster.start(nnodes="2:2") for _ in range(2)]
+        agents = [cluster.start(nnodes="2:2", ranks=ranks) for _ in range(2)]
         if generation == 2:
-            cluster.reached(5, 4)
+            cluster.reached(5, 2 * ranks)
             armed.touch()
             kill(agents[0].rank_pid(0))
         assert cluster.coordinator.wait() == -9
-        assert not any(has(agent, "entered", generation=generation) for agent in agents)
+        assert not connects or not any(has(agent, "entered", generation=generation) for agent in agents)
         cluster.restart_coordinator()
         for agent in agents:
             agent.expect("entered", generation=generation)
             assert not has(agent, "generation", generation=generation + 1)
         cluster.release(5)
+        for agent in agents:
+            change = agent.expect("generation_change", generation=generation)
+            assert change["phases_ms"]["first_commit"] is not None
         cluster.check(alone, agents)

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from elasticgang.agent.rank_rendezvous import RankRendezvous
-from elasticgang.comm.agent_store import AgentStore, AgentStoreClient
+from elasticgang.comm.agent_store import AgentStore, AgentStoreClient, Peers
 from elasticgang.layout import Member, ParallelLayout, plan
 from elasticgang.member.agent_link import take_block
 from elasticgang.process import framing
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import ACTIVE, Record, Seat
-from elasticgang.protocol.rendezvous_keys import Key, RendezvousKeys
+from elasticgang.protocol.rendezvous_keys import Asked, Key, RendezvousKeys
 
 DEADLINE_S = 30.0
 LONG = timedelta(seconds=DEADLINE_S)
@@ -127,6 +127,59 @@ def test_keys_of_several_agents_go_by_the_coordinator_and_again_in_a_new_session
         host.rendezvous.receive(RendezvousKeys("another", (), (Key("g", "2", "b25l"),)))
         with pytest.raises(RuntimeError, match=r"wait timeout after 0.05 s .* \['2'\]"):
             await aside(mine.wait, ["2"], timedelta(seconds=0.05))
+
+    play(test)
+
+
+# AGENT-STORE-2, KEYS-ASKED
+def test_a_rank_of_a_large_group_asks_for_the_keys_of_those_that_it_connects_to() -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "a/1", "b/0")
+        host.rendezvous.begin(record, "a")
+        stores = [host.client(f"a/{rank}").store(record.prefix, "g", LONG, Peers(rank, 12)) for rank in range(2)]
+        await aside(stores[0].set, "0/0", "zero")
+        first = await host.sent.get()
+        assert (first.groups, [key.name for key in first.keys]) == ((), ["0/0"])
+        assert first.asked == (Asked("g", tuple(f"0/{rank}" for rank in (1, 2, 4, 8, 11))),)
+        await aside(stores[1].set, "0/1", "one")
+        second = await host.sent.get()
+        assert (second.groups, [key.name for key in second.keys]) == ((), ["0/1"])
+        assert second.asked == (Asked("g", tuple(f"0/{rank}" for rank in (3, 5, 9))),), (
+            "what no other rank has asked for"
+        )
+        assert await aside(stores[0].get, "0/1") == b"one"
+        assert await aside(stores[1].get, "0/0") == b"zero"
+        assert host.sent.empty()
+        waiting = [asyncio.ensure_future(aside(each.get, "0/7")) for each in stores]
+        third = await host.sent.get()
+        assert (third.groups, third.keys, third.asked) == ((), (), (Asked("g", ("0/7",)),))
+        host.rendezvous.receive(RendezvousKeys(record.prefix, (), (Key("g", "0/9", "bmluZQ=="),)))
+        host.rendezvous.renew()
+        again = await host.sent.get()
+        assert [key.name for key in again.keys] == ["0/0", "0/1"]
+        assert [(group, sorted(names)) for group, names in again.asked] == [
+            ("g", sorted(f"0/{rank}" for rank in (2, 3, 4, 5, 7, 8, 11)))
+        ]
+        host.rendezvous.receive(RendezvousKeys(record.prefix, (), (Key("g", "0/7", "c2V2ZW4="),)))
+        assert await asyncio.gather(*waiting) == [b"seven"] * 2
+        assert await aside(stores[1].get, "0/9") == b"nine"
+
+    play(test)
+
+
+# KEYS-ASKED, AGENT-STORE-1
+def test_a_wait_for_a_key_that_was_asked_for_ends_with_the_generation() -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "b/0")
+        host.rendezvous.begin(record, "a")
+        mine = host.client("a/0").store(record.prefix, "g", LONG, Peers(0, 12))
+        waiting = asyncio.ensure_future(aside(mine.get, "0/7"))
+        assert (await host.sent.get()).asked == (Asked("g", ("0/7",)),)
+        host.rendezvous.end(1)
+        with pytest.raises(RuntimeError, match="the generation is over"):
+            await waiting
+        with pytest.raises(RuntimeError, match="the generation is over"):
+            await aside(mine.get, "0/8")
 
     play(test)
 
@@ -239,7 +292,8 @@ def test_a_standby_is_not_woken_by_the_end_of_a_generation() -> None:
         (b"GET / HTTP/1.1\r\n\r\n", "not an elasticgang message"),
         (struct.pack("!4sI", b"EG1\n", 2 << 30), "2147483648 bytes is over the limit"),
         (framing.pack("keys", prefix="p"), "'groups'"),
-        (framing.pack("keys", prefix="p", groups=["g"], keys=[[1]]), "not enough values"),
+        (framing.pack("keys", prefix="p", groups=["g"], keys=[[1]], asked=[]), "not enough values"),
+        (framing.pack("keys", prefix="p", groups=[], keys=[], asked=[["g", 1]]), "not iterable"),
     ],
 )
 def test_a_connection_with_an_invalid_message_is_closed_and_says_why(sent: bytes, why: str) -> None:

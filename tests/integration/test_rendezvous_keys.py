@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from elasticgang.protocol.coordinator_messages import JoinRequest, Notify
-from elasticgang.protocol.rendezvous_keys import Key, RendezvousKeys
+from elasticgang.protocol.rendezvous_keys import Asked, Key, RendezvousKeys
+from elasticgang.session import connection
 from tests.integration.led_jobs import Agent, Job, found, play
 
 
@@ -16,8 +17,10 @@ def prefix(agent: Agent) -> str:
     return agent.record.prefix
 
 
-def put(agent: Agent, *keys: Key, groups: tuple[str, ...] = ("g",), of: str = "") -> None:
-    agent.client.send_keys(RendezvousKeys(of or prefix(agent), groups, keys))
+def put(
+    agent: Agent, *keys: Key, groups: tuple[str, ...] = ("g",), of: str = "", asked: tuple[Asked, ...] = ()
+) -> None:
+    agent.client.send_keys(RendezvousKeys(of or prefix(agent), groups, keys, asked))
 
 
 async def got(agent: Agent) -> tuple[Key, ...]:
@@ -40,6 +43,37 @@ def test_keys_reach_the_other_agent_also_when_it_comes_later() -> None:
         put(b, SECOND)
         assert await got(a) == (SECOND,)
         assert await got(b) == (FIRST,)
+
+    play(test, Job())
+
+
+# KEYS-ASKED
+def test_an_agent_gets_the_keys_that_it_has_asked_for_alone() -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        put(a, FIRST, groups=())
+        put(b, asked=(Asked("g", ("0", "2")),), groups=())
+        assert await got(b) == (FIRST,)
+        put(a, SECOND, Key("g", "2", "third"), groups=())
+        assert await got(b) == (Key("g", "2", "third"),)
+        assert a.keys.empty()
+
+    play(test, Job())
+
+
+# SERVE-TURN
+def test_what_comes_together_is_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TURN_S", 60.0)
+
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        put(b)
+        put(a, asked=(Asked("h", ("0",)),), groups=())
+        put(b, Key("h", "0", "read"), groups=())
+        assert await got(a) == (Key("h", "0", "read"),)  # the coordinator knows what b has joined
+        put(a, FIRST, groups=())
+        put(a, SECOND, groups=())
+        assert await got(b) == (FIRST, SECOND)
 
     play(test, Job())
 

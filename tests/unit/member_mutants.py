@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from elasticgang.protocol.member_instructions import Do
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, CheckpointRef, Record, Seat
-from elasticgang.protocol.rendezvous_keys import Key, KeyExchange
+from elasticgang.protocol.rendezvous_keys import Asked, Key, KeyExchange
 from elasticgang.protocol.sample_positions import BatchShape, SamplePositions
 from elasticgang.protocol.sum_route import SumRoute
 from tests.unit import (
@@ -39,6 +39,7 @@ from tests.unit.patches import always, with_monkeypatch
 from tests.unit.unit_mutant import UnitMutant
 
 _enter = MemberState.enter
+_ask = KeyExchange._ask
 _put = KeyExchange._put
 _sum_route = sum_route.sum_route
 
@@ -99,12 +100,23 @@ def _put_last(self: KeyExchange[Hashable], key: Key, party: Hashable) -> bool:
     return _put(self, key, party)
 
 
-def _take_for_all(self: KeyExchange[Hashable], party: Hashable, groups: Iterable[str], keys: Iterable[Key]) -> Any:
+def _take_for_all(
+    self: KeyExchange[Hashable],
+    party: Hashable,
+    groups: Iterable[str],
+    keys: Iterable[Key],
+    asked: Iterable[Asked] = (),
+) -> Any:
     for group in groups:
         self._parties.setdefault(group, {})[party] = None
     others = {other for joined in self._parties.values() for other in joined if other != party}
     new = [key for key in keys if self._put(key, party)]
     return {other: new for other in others if new}
+
+
+def _ask_for_all(self: KeyExchange[Hashable], party: Hashable, group: str, names: Sequence[str]) -> list[Key]:
+    _ask(self, party, group, names)
+    return [key for key, source in self._keys.get(group, {}).values() if source != party]
 
 
 MEMBER_MUTANTS = {
@@ -180,6 +192,22 @@ MEMBER_MUTANTS = {
     "keys are sent to all": UnitMutant(
         ((KeyExchange, "take", _take_for_all),),
         test_rendezvous_keys.test_a_party_gets_the_keys_of_its_groups_alone,
+    ),
+    "who asks for a key gets those of its group": UnitMutant(
+        ((KeyExchange, "_ask", _ask_for_all),),
+        test_rendezvous_keys.test_a_party_gets_the_keys_that_it_has_asked_for_alone,
+    ),
+    "a key that comes later is not sent to who has asked for it": UnitMutant(
+        ((KeyExchange, "_answer", always(())),),
+        test_rendezvous_keys.test_a_party_gets_the_keys_that_it_has_asked_for_alone,
+    ),
+    "who has left waits for a key": UnitMutant(
+        ((KeyExchange, "_stop_asking", always(None)),),
+        test_rendezvous_keys.test_a_party_that_leaves_waits_for_no_key,
+    ),
+    "any number of keys is waited for": UnitMutant(
+        ((rendezvous_keys, "MAX_ASKED", math.inf),),
+        with_monkeypatch(test_rendezvous_keys.test_what_an_exchange_holds_is_bounded),
     ),
     "a key has any length": UnitMutant(
         ((rendezvous_keys, "MAX_VALUE_CHARS", math.inf),),

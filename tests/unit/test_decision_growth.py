@@ -11,14 +11,17 @@ from elasticgang.protocol.next_record import next_record
 from elasticgang.protocol.record import Record, Report
 from tests.unit.proposals import member, report, trained
 
+SETTINGS = (("number of steps", "10"),)
+
 
 def change(num_agents: int) -> tuple[Record, list[Report]]:
     """A job whose last agent has lost its rank, and started another one."""
     names = [f"agent-{number:03}-" for number in range(num_agents)]
     record, attempt = trained(*names)
-    facts = {"settings": (("number of steps", "10"),), "seen": record}
-    reports = [report(name, member(f"{name}0", attempt, entered=2), **facts) for name in names[:-1]]
-    return record, [*reports, report(names[-1], member(f"{names[-1]}1"), exited=(f"{names[-1]}0",), **facts)]
+    stay, lost = names[:-1], names[-1]
+    reports = [report(name, member(f"{name}0", attempt, entered=2), seen=record, settings=SETTINGS) for name in stay]
+    restarted = report(lost, member(f"{lost}1"), exited=(f"{lost}0",), seen=record, settings=SETTINGS)
+    return record, [*reports, restarted]
 
 
 def num_calls(record: Record, reports: list[Report]) -> int:
@@ -44,7 +47,6 @@ def test_four_times_as_many_agents_cost_about_four_times_as_much(joins: bool) ->
     for size in (60, 240):
         record, reports = change(size)
         if joins:
-            settings = (("number of steps", "10"),)
-            reports.append(report("newcomer-", member("newcomer-0"), seen=record, settings=settings))
+            reports.append(report("newcomer-", member("newcomer-0"), seen=record, settings=SETTINGS))
         calls.append(num_calls(record, reports))
     assert calls[1] < 5 * calls[0], calls

@@ -20,7 +20,7 @@ from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.next_record import next_record
 from elasticgang.protocol.record import MAX_RECORD_BYTES, NO_RECORD, MemberReport, Record, Report
-from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, RendezvousKeys
+from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Asked, Key, RendezvousKeys
 from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, Payload
 from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity, ServerHandshake
 from elasticgang.session.messages import decode_from_agent, decode_from_coordinator, encode, encode_delta, pack
@@ -234,7 +234,7 @@ def test_what_is_no_hello_is_refused(hello: bytes) -> None:
 # -- messages
 
 
-KEYS = RendezvousKeys("job/1/digest", ("0-1",), (Key("0-1", "0/1", "dmFsdWU="),))
+KEYS = RendezvousKeys("job/1/digest", ("0-1",), (Key("0-1", "0/1", "dmFsdWU="),), (Asked("0-2", ("0/1", "0/2")),))
 
 
 def agent_messages(record: Record) -> list[m.AgentMessage | RendezvousKeys]:
@@ -311,6 +311,8 @@ def test_an_agent_cannot_send_what_only_a_coordinator_says() -> None:
         RendezvousKeys("p", ("g" * 257,), ()),
         RendezvousKeys("p" * 257, (), ()),
         RendezvousKeys("p", (), (Key("g", "k" * 257, "v"),)),
+        RendezvousKeys("p", (), (), (Asked("g" * 257, ("k",)),)),
+        RendezvousKeys("p", (), (), (Asked("g", ("k" * 257,)),)),
         RendezvousKeys("p", (), (Key("g", "k", "v" * (MAX_VALUE_CHARS + 1)),)),
     ],
 )

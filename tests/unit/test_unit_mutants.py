@@ -85,7 +85,12 @@ RULES = {
     "HANG-3": ("paused time counts", "the agent's own standstill counts"),
     "HANG-4": ("a hung comm process costs its rank",),
     "HANG-5": ("a standstill is reported at every look",),
-    "KEYS-BOUND": ("a key has any length",),
+    "KEYS-ASKED": (
+        "who asks for a key gets those of its group",
+        "a key that comes later is not sent to who has asked for it",
+        "who has left waits for a key",
+    ),
+    "KEYS-BOUND": ("a key has any length", "any number of keys is waited for"),
     "KEYS-FIRST": ("the last value of a key stays",),
     "KEYS-GROUP": ("keys are sent to all",),
     "LEASE": ("a lease runs from the answer",),
