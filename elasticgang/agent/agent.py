@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -278,9 +279,14 @@ class Agent:
 
     # -- events and instructions
 
-    def _handle(self, event: AgentEvent) -> None:
+    def _handle(
+        self, event: AgentEvent, on_decided: Callable[[Sequence[AgentInstruction]], None] | None = None
+    ) -> None:
+        """`on_decided`: called with the instructions, before they are carried out."""
         self._collect_commits()
         instructions = self._lifecycle.handle(event, time.monotonic())
+        if on_decided is not None:
+            on_decided(instructions)
         if self._control is not None:
             self._stamp_successors()  # before anybody votes in a generation that is begun now
         for instruction in instructions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elasticgang.agent.change_log import ChangeLog
@@ -14,7 +14,7 @@ from elasticgang.agent.rank_processes import RankProcess
 from elasticgang.errors import WireError
 from elasticgang.observe.event_names import DATA_WORKER_LOSSES
 from elasticgang.protocol.agent_events import (
-    AgentEvent,
+    AgentInstruction,
     Committed,
     ExitBegan,
     Exited,
@@ -25,20 +25,20 @@ from elasticgang.protocol.agent_events import (
     StateDiffers,
 )
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
-from elasticgang.protocol.agent_state import LEFT_STEP, describe_exit
+from elasticgang.protocol.agent_state import LEFT_STEP, describe_exit, tells_exit
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS, fault_in_output
 from elasticgang.protocol.record import checkpoint_from_json, layout_from_json, member_from_json
 
 
 class RankEvents:
-    """`handle` takes the events. `stopping` is set once the agent kills all of its ranks. `take_errors`: see
-    `GpuMonitor`."""
+    """`handle` takes the events, and may get a function that it calls with the instructions, before they are carried
+    out. `stopping` is set once the agent kills all of its ranks. `take_errors`: see `GpuMonitor`."""
 
     def __init__(
         self,
         lifecycle: AgentLifecycle,
-        handle: Callable[[AgentEvent], None],
+        handle: Callable[..., None],
         changes: ChangeLog,
         events: Events,
         output: Output,
@@ -170,8 +170,7 @@ class RankEvents:
         )
         if failure is not None:
             self._show_failure(rank.local_rank, failure["traceback"])
-        elif status and not self._stopping.is_set() and not is_retired:
-            self._output.write_line(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
+        is_shown = status == 0 or failure is not None or self._stopping.is_set() or is_retired
         is_early = status == 0 and not (rank.has_left or is_retired or rank.page.draining)
         cause = f"rank {rank.local_rank} {_describe_failure(rank) or describe_exit(status, is_early=is_early)}"
         self._changes.incidents.exited(rank)
@@ -180,6 +179,11 @@ class RankEvents:
             self._changes.reporter.caused(cause, kind, died_at, is_root=True)
         self._changes.write(self._changes.reporter.exited(rank.member, cause, kind))
         blameless = bool(failure and failure["blameless"])
+
+        def show(instructions: Sequence[AgentInstruction]) -> None:
+            if not (is_shown or tells_exit(instructions, rank.local_rank, status)):
+                self._output.write_line(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
+
         self._handle(
             Exited(
                 rank.member,
@@ -194,7 +198,8 @@ class RankEvents:
                 taken=rank.taken,
                 differs=bool(failure and failure["differs"]),
                 heals=bool(failure and failure["heals"]),
-            )
+            ),
+            show,
         )
 
     def _device_fault(self, rank: RankProcess) -> str | None:

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import enum
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from elasticgang.layout import ParallelLayout
@@ -692,6 +692,19 @@ def describe_exit(status: int, *, is_early: bool = False) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
+
+
+def tells_exit(instructions: Iterable[object], local_rank: int, status: int) -> bool:
+    """Whether the user reads of the exit of the rank in what `instructions` write."""
+    exit_of_rank = f"rank {local_rank} {describe_exit(status)}"
+    for instruction in instructions:
+        match instruction:
+            case Warn(text) | Fail(_, text):
+                if text.startswith(exit_of_rank):
+                    return True
+            case ReportDeviceFault():
+                return True
+    return False
 
 
 def _failure_of(rank: _Rank, event: Exited) -> Failure:

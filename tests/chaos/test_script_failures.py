@@ -178,6 +178,31 @@ def test_a_rank_whose_script_fails_once_is_restarted_by_default(tmp_path: Path) 
         assert "rank 1 exited with code 1 in step 5: restart 1 of 3 within an hour" in job.stderr
 
 
+def test_each_end_of_a_rank_is_told_in_one_line(tmp_path: Path) -> None:
+    """How it ended, and what is done about it. With its pid where nothing else is to be told."""
+    setup = """lives = here / "lives"
+        if rank == 1:
+            lives.open("a").write("x")
+            ends = ["os._exit(7)", "os.kill(os.getpid(), signal.SIGSEGV)", "os.kill(os.getpid(), signal.SIGKILL)"]
+            end = dict(enumerate(ends, 1)).get(lives.stat().st_size, "")"""
+    body = """if rank == 1 and step.index >= 5:
+                    exec(end)
+                    (here / "over").touch()
+                if (here / "over").exists():
+                    manager.leave()"""
+    with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=3) as job:
+        assert job.wait() == 0, job.stderr
+    told = [line for line in job.stderr.splitlines() if line.startswith("elasticgang: rank ")]
+    expected = [
+        r"exited with code 7 in step \d+: restart 1 of 3 within an hour",
+        r"was killed by SIGSEGV in step \d+: restart 2 of 3 within an hour",
+        r"\(pid \d+\) was killed by SIGKILL",
+    ]
+    assert len(told) == 3, told
+    for line, words in zip(told, expected, strict=True):
+        assert re.fullmatch(f"elasticgang: rank 1 {words}", line), told
+
+
 def test_a_step_in_which_the_script_fails_again_ends_the_job(tmp_path: Path) -> None:
     """On every rank, so that the others fail when they try it without the first. In a step that all begin, after some
     that all have committed: the last holder of the state would end the job otherwise."""

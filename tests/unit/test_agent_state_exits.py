@@ -23,13 +23,14 @@ from elasticgang.protocol.agent_events import (
     MemberLeft,
     PeerFailed,
     RecordRequested,
+    ReportDeviceFault,
     RequestRecord,
     Restart,
     RetireMembers,
     StateDiffers,
     Warn,
 )
-from elasticgang.protocol.agent_state import describe_exit
+from elasticgang.protocol.agent_state import describe_exit, tells_exit
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.next_record import infeasible
 from elasticgang.protocol.record import Undecided
@@ -409,6 +410,22 @@ def test_a_second_exit_of_the_same_process_does_nothing() -> None:
 )
 def test_exits_are_described(status: int, words: str) -> None:
     assert describe_exit(status) == words
+
+
+@pytest.mark.parametrize(
+    ("instruction", "tells"),
+    [
+        (Warn("rank 1 exited with code 3 in step 5: restart 1 of 3 within an hour"), True),
+        (Fail(3, "rank 1 exited with code 3; --max-restarts is 0"), True),
+        (ReportDeviceFault(0, 1, "the script exited with code 83", 1, False, 0), True),
+        (Warn("rank 0 exited with code 3 in step 5: restart 1 of 3 within an hour"), False),
+        (Fail(1, "all ranks have left; the last committed step is 5"), False),
+        (Abort(("a0",), 1, "rank 1 exited with code 3"), False),
+        (Restart(1, 0.0), False),
+    ],
+)
+def test_it_is_known_whether_an_exit_is_told(instruction: Instruction, tells: bool) -> None:
+    assert tells_exit([RequestRecord(), instruction], 1, 3) == tells
 
 
 @pytest.mark.parametrize(
