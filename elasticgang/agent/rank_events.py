@@ -131,18 +131,21 @@ class RankEvents:
             case "failed":
                 rank.failure = message
                 if not message["blameless"]:
-                    self._note_failure(rank)
+                    self._note_failure(rank, _describe_failure(rank), exiting=rank.member)
                 self._handle(ScriptRaised(rank.member))
+            case "exits":
+                self._note_failure(rank, describe_exit(int(message["code"])), exiting=None)
             case kind:
                 raise WireError(f"unknown kind {kind!r}")
 
-    def _note_failure(self, rank: RankProcess) -> None:
-        """Whichever comes first: that the script has raised, or that the rank has left its loop because of it."""
-        cause, reporter = f"rank {rank.local_rank} {_describe_failure(rank)}", self._changes.reporter
+    def _note_failure(self, rank: RankProcess, what: str, exiting: str | None) -> None:
+        """Whichever comes first: that the script has failed, or that the rank has left its loop because of it.
+        `exiting`: see `ChangeReporter`."""
+        cause, reporter = f"rank {rank.local_rank} {what}", self._changes.reporter
         if self._has_seat(rank.member):
-            reporter.caused(cause, "failed", time.monotonic(), is_root=True, exiting=rank.member)
+            reporter.caused(cause, "failed", time.monotonic(), is_root=True, exiting=exiting)
         else:
-            reporter.raised(rank.member, cause)
+            reporter.failed(rank.member, cause, exiting)
 
     def on_exit_began(self, rank: RankProcess, began_at: float) -> None:
         if not self._lifecycle.state.takes_part(rank.member):

@@ -108,7 +108,11 @@ def _run(command: dict[str, Any], notices: socket.socket) -> int:
     except KeyboardInterrupt:
         return -signal.SIGINT
     except SystemExit as exc:
-        return _exit_code(exc)
+        code = _exit_code(exc)
+        if code and notices.fileno() >= 0:  # before its exit, which may take long: the others may go on meanwhile
+            with contextlib.suppress(OSError):
+                notices.sendall(framing.pack("exits", code=code))
+        return code
     except BaseException as exc:
         fault = device_fault(exc)
         if notices.fileno() < 0:  # in a child that the script has forked

@@ -104,7 +104,7 @@ class ChangeReporter:
         """Why the present generation ends. The first cause counts, but a root cause (a death) replaces its effects (a
         lost peer). `kind`: one of `CAUSES`. `exiting`: the member that has begun to exit; `exited` follows.
         `is_effect`: a rank has only noticed that the generation is over (CHANGE-3). `leaver`: the member that has left
-        before the last step; `raised` may follow."""
+        before the last step; `failed` may follow."""
         found, known = _Cause(cause, kind, at, is_root, exiting, is_effect, leaver=leaver), self._cause
         if known is None:
             self._cause = found
@@ -118,10 +118,10 @@ class ChangeReporter:
             first.beside = tuple(text for text in named if text != first.text)[:MAX_BESIDE]
         self._cause = first
 
-    def raised(self, member: str, cause: str) -> None:
-        """The script of `member` has raised: `cause` is why the member had left. `exited` follows."""
+    def failed(self, member: str, cause: str, exiting: str | None) -> None:
+        """The script of `member` has failed: `cause` is why the member had left."""
         if self._change is not None and self._change.cause.leaver == member:
-            self._change.cause.text, self._change.cause.exiting = cause, member
+            self._change.cause.text, self._change.cause.exiting = cause, exiting
 
     def exited(self, member: str, cause: str, kind: str) -> Iterator[dict[str, Any]]:
         """The exit of `member` is complete: `cause` and `kind` say how it ended."""

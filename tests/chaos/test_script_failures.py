@@ -203,6 +203,29 @@ def test_each_end_of_a_rank_is_told_in_one_line(tmp_path: Path) -> None:
         assert re.fullmatch(f"elasticgang: rank 1 {words}", line), told
 
 
+def test_an_exit_with_an_error_in_the_loop_is_no_rank_that_has_left(tmp_path: Path) -> None:
+    """Also where the exit takes longer than the others need for the next generation."""
+    setup = """import atexit
+        def wait():
+            while not (here / "trained").exists(): time.sleep(0.005)"""
+    body = """if rank == 1 and step.index == 5 and not (here / "failed").exists():
+                    (here / "failed").touch()
+                    atexit.register(wait)
+                    sys.exit(3)
+                if step.index == 8:
+                    (here / "trained").touch()
+                if rank == 1 and step.index > 5:
+                    (here / "back").touch()
+                if (here / "back").exists():
+                    manager.leave()"""
+    with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=3) as job:
+        assert job.wait() == 0, job.stderr
+    line = "elasticgang: rank 1 exited with code 3 in step 5: restart 1 of 3 within an hour\n"
+    assert job.stderr.count(line) == 1
+    assert re.search(r"^elasticgang: generation \d+ \(rank 1 exited with code 3\): ", job.stderr, re.MULTILINE)
+    assert "left before the last step" not in job.stderr
+
+
 def test_a_step_in_which_the_script_fails_again_ends_the_job(tmp_path: Path) -> None:
     """On every rank, so that the others fail when they try it without the first. In a step that all begin, after some
     that all have committed: the last holder of the state would end the job otherwise."""

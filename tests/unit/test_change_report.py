@@ -38,15 +38,32 @@ def test_a_rank_that_leaves_because_its_script_has_raised_is_reported_with_the_e
     if not is_late:
         changes.caused("rank 1 raised ValueError: boom", "failed", 10.01, is_root=True, exiting="a1")
     assert list(changes.agreed(record_of(["a0", "a2"], 2), "a")) == []
-    changes.raised("a2", "rank 2 raised KeyError: not the cause")
+    changes.failed("a2", "rank 2 raised KeyError: not the cause", "a2")
     if is_late:
-        changes.raised("a1", "rank 1 raised ValueError: boom")
+        changes.failed("a1", "rank 1 raised ValueError: boom", "a1")
     for member in ("a0", "a2"):
         enter(changes, member, 2, 10.03)
         assert list(changes.committed(member, Attempt(2, 2), 10.2)) == [], "the exit is not complete"
     (change,) = changes.exited("a1", "rank 1 raised ValueError: boom", "failed")
     assert (change["cause"], change["kind"]) == ("rank 1 raised ValueError: boom", "failed")
     assert change["began_at"] == 10.0
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_whose_script_exits_in_its_loop_is_reported_with_the_code(is_late: bool) -> None:
+    """Nothing waits for its exit, which may take long."""
+    changes = started()
+    changes.caused("rank 1 left before the last step", "failed", 10.0, leaver="a1")
+    if not is_late:
+        changes.caused("rank 1 exited with code 3", "failed", 10.01, is_root=True)
+    assert list(changes.agreed(record_of(["a0", "a2"], 2), "a")) == []
+    if is_late:
+        changes.failed("a1", "rank 1 exited with code 3", None)
+    told: list[dict[str, Any]] = []
+    for member in ("a0", "a2"):
+        enter(changes, member, 2, 10.03)
+        told += changes.committed(member, Attempt(2, 2), 10.2)
+    assert [(change["cause"], change["kind"]) for change in told] == [("rank 1 exited with code 3", "failed")]
 
 
 # CHANGE-5
