@@ -11,12 +11,15 @@ SUPERVISOR-3  Orphans are reaped on a timer, about `_REAP_S` after the signal; a
     their successors wait for that.
 SUPERVISOR-4  At the end, the supervisor kills all children but those that the process had before `open`, such as the
     one that serves the job's page: that one has the last events to read, and its owner ends it.
+SUPERVISOR-5  The supervisor says that the agent waits for the fork server: after `SLOW_FORK_S`, or `SLOW_START_S` while
+    the server imports. It says so once until a wait has ended well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -30,7 +33,13 @@ from elasticgang.errors import OperationalError
 from elasticgang.process.forkserver import ForkServer, Spawned
 from elasticgang.process.priority import session_niceness, weigh_own_session, weigh_session
 
+log = logging.getLogger("elasticgang")
+
 _S = TypeVar("_S", bound=Spawned)
+_T = TypeVar("_T")
+
+SLOW_FORK_S = 3.0
+SLOW_START_S = 10.0
 
 _END_S = 2.0
 _REAP_S = 0.25
@@ -62,6 +71,7 @@ class ProcessSupervisor:
         self._num_forking = 0
         self._reaper: asyncio.TimerHandle | None = None
         self._has_imported = False  # the current fork server
+        self._is_told = False  # SUPERVISOR-5
         self._others: frozenset[psutil.Process] = frozenset()
 
     def open(self) -> None:
@@ -72,7 +82,7 @@ class ProcessSupervisor:
         self._server = self._new_server()
 
     async def ready(self) -> None:
-        await self._off_loop(self._make_ready)
+        await self._tell_if_slow(self._off_loop(self._make_ready))
 
     def kill(self) -> None:
         """Kill a fork server that has forked nothing yet."""
@@ -112,7 +122,7 @@ class ProcessSupervisor:
         process and calls `release` (SUPERVISOR-2)."""
         self._num_forking += is_own
         try:
-            spawned: _S = await self._off_loop(self._fork, fork)
+            spawned: _S = await self._tell_if_slow(self._off_loop(self._fork, fork))
             if is_own:
                 self._own.add(spawned.pid)
             return spawned
@@ -152,6 +162,32 @@ class ProcessSupervisor:
 
     def _off_loop(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def _tell_if_slow(self, future: asyncio.Future[_T]) -> _T:
+        """SUPERVISOR-5."""
+        loop = asyncio.get_running_loop()
+        timers = [
+            loop.call_later(SLOW_FORK_S, self._tell_slow, True),
+            loop.call_later(SLOW_START_S, self._tell_slow, False),
+        ]
+        try:
+            result = await future
+        finally:
+            for timer in timers:
+                timer.cancel()
+        self._is_told = False
+        return result
+
+    def _tell_slow(self, only_forks: bool) -> None:
+        if self._is_told or (only_forks and not self._has_imported) or self._stopping.is_set():
+            return
+        self._is_told = True
+        pid = self._server.process.pid
+        is_stopped = False
+        with contextlib.suppress(psutil.Error):
+            is_stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        doing = "is stopped" if is_stopped else "does not answer" if self._has_imported else "still imports torch"
+        log.warning("waiting for the fork server (pid %d), which %s: no rank can be started meanwhile", pid, doing)
 
     # -- on the forking thread
 

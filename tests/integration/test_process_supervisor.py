@@ -24,9 +24,15 @@ def outcome(directory: Path, *case: str, prefix: Sequence[str] = ()) -> dict[str
         return found
 
 
-# SUPERVISOR-1, FORK-4
-def test_an_unresponsive_fork_server_is_replaced(tmp_path: Path) -> None:
-    assert outcome(tmp_path, "stopped") == {"tries": 2, "servers": 2, "runs": True}
+# SUPERVISOR-1, SUPERVISOR-5, FORK-4
+def test_an_unresponsive_fork_server_is_told_of_and_replaced(tmp_path: Path) -> None:
+    told = "waiting for the fork server (pid PID), which is stopped: no rank can be started meanwhile"
+    assert outcome(tmp_path, "stopped") == {"tries": 2, "servers": 2, "runs": True, "told": [told]}
+
+
+# SUPERVISOR-5
+def test_a_fork_server_that_imports_for_long_is_told_of(tmp_path: Path) -> None:
+    assert outcome(tmp_path, "stopped at first") == {"told": 1, "runs": True}
 
 
 # LAUNCH-1

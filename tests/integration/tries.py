@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from elasticgang.agent import process_supervisor
 from elasticgang.agent.process_supervisor import ProcessSupervisor
 from elasticgang.agent.rank_launch import LaunchedRank, RankLaunch
 from elasticgang.errors import OperationalError
@@ -74,7 +76,15 @@ async def _stopped(supervisor: ProcessSupervisor) -> dict[str, Any]:
         return server.spawn("tests.integration.children:sleep", {})
 
     spawned = await supervisor.fork(fork, is_own=True)
-    return {"tries": len(tries), "servers": len(set(tries)), "runs": wait_dead([spawned.pidfd], 0.0) != []}
+    told = [line.replace(str(tries[0]), "PID") for line in _told]
+    runs = wait_dead([spawned.pidfd], 0.0) != []
+    return {"tries": len(tries), "servers": len(set(tries)), "runs": runs, "told": told}
+
+
+async def _stopped_at_first(supervisor: ProcessSupervisor) -> dict[str, Any]:
+    """The fork server has stood still while it imported, until that was told."""
+    spawned = await supervisor.fork(lambda server: server.spawn("tests.integration.children:sleep", {}), is_own=True)
+    return {"told": len(_told), "runs": wait_dead([spawned.pidfd], 0.0) != []}
 
 
 async def _twin(supervisor: ProcessSupervisor) -> dict[str, Any]:
@@ -216,6 +226,7 @@ async def _until(happened: Callable[[], bool], otherwise: str) -> None:
 
 CASES: dict[str, Callable[[ProcessSupervisor], Any]] = {
     "stopped": _stopped,
+    "stopped at first": _stopped_at_first,
     "twin": _twin,
     "after the end": _after_the_end,
     "orphan": _orphan,
@@ -226,10 +237,27 @@ CASES: dict[str, Callable[[ProcessSupervisor], Any]] = {
 }
 
 
+class _Told(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _told.append(record.getMessage())
+        for server in _stopped_servers:
+            server.resume()
+
+
+_told: list[str] = []
+_stopped_servers: list[psutil.Process] = []
+
+
 async def main() -> None:
+    logging.getLogger("elasticgang").addHandler(_Told())
     supervisor = ProcessSupervisor({}, (), threading.Event(), lambda _: None)
     earlier = [subprocess.Popen(["cat"], stdin=subprocess.PIPE)] if sys.argv[1] == "earlier" else []
     supervisor.open()
+    if sys.argv[1] == "stopped at first":
+        process_supervisor.SLOW_START_S = 0.2
+        _stopped_servers.extend(psutil.Process().children())
+        for server in _stopped_servers:
+            server.suspend()
     await supervisor.ready()
     try:
         print(json.dumps(await CASES[sys.argv[1]](supervisor)))
