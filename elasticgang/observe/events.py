@@ -9,6 +9,8 @@ EVENTLOG-3  The file at its path has all events. One that was renamed, deleted o
 EVENTLOG-4  A file that was truncated begins with the event `truncated`, because readers cannot know what it had.
 EVENTLOG-5  What the disk refuses, because it is full for example, waits as in EVENTLOG-1, and is tried again every
     `RETRY_S`: a line that was cut off is continued. Else nobody saw the rest of a job of which the disk was once full.
+EVENTLOG-6  A file beside the events that cannot be written is lost. The first one is told of, with the reason; of those
+    that follow, only their number, once one can be written again.
 """
 
 from __future__ import annotations
@@ -157,6 +159,7 @@ class _Writer:
         self._paths: deque[str] = deque()  # the files beside the events, the oldest first
         self._line = self._unwritten = b""  # what was appended last; it, or the rest of it, and what goes before it
         self._is_refused = False  # the last write has failed
+        self._num_lost = 0  # files since the last one that was written (EVENTLOG-6)
 
     def append(self, line: bytes) -> None:
         """For the next `flush`."""
@@ -254,7 +257,20 @@ class _Writer:
                 if len(self._paths) > MAX_FILES:
                     os.unlink(self._paths.popleft())
         except OSError as exc:  # the job goes on without it
-            self._say(f"elasticgang: cannot write {path}: {exc.strerror}")
+            self._lose_file(path, exc)
+            return
+        if self._num_lost:
+            self._say(f"elasticgang: {path} is written; files before it that were not: {self._num_lost}")
+            self._num_lost = 0
+
+    def _lose_file(self, path: str, exc: OSError) -> None:
+        """EVENTLOG-6."""
+        with contextlib.suppress(OSError):
+            os.unlink(f"{path}.draft")
+        if not self._num_lost:
+            lost = "files like it are lost until one can be"
+            self._say(f"elasticgang: warning: {path} cannot be written: {exc.strerror}; {lost}")
+        self._num_lost += 1
 
     def close(self) -> None:
         file, self._file = self._file, None

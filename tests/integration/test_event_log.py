@@ -115,6 +115,24 @@ def test_what_is_queued_is_written_at_the_end(tmp_path: Path) -> None:
 
 
 # EVENTLOG-2
+# EVENTLOG-6
+def test_files_that_cannot_be_written_are_told_of_once_and_counted(tmp_path: Path) -> None:
+    told: list[str] = []
+    log = EventLog(str(tmp_path), told.append)
+    for number in (3, 4, 6):
+        (tmp_path / f"incident-{number}.json").mkdir()
+    for number in range(2, 8):
+        log.write_file(f"incident-{number}.json", "{}")
+    log.close()
+    first, again, second, last = told
+    assert first.startswith(f"elasticgang: warning: {tmp_path}/incident-3.json cannot be written: ")
+    assert again == f"elasticgang: {tmp_path}/incident-5.json is written; files before it that were not: 2"
+    assert second.startswith(f"elasticgang: warning: {tmp_path}/incident-6.json cannot be written: ")
+    assert last == f"elasticgang: {tmp_path}/incident-7.json is written; files before it that were not: 1"
+    kept = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
+    assert kept == ["events.jsonl", "events.lock", *(f"incident-{number}.json" for number in (2, 5, 7))]
+
+
 def test_the_end_does_not_wait_for_a_blocked_disk(pipe: Pipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "FLUSH_S", 0.05)
     said: list[str] = []
