@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import os
 import sys
 import threading
@@ -37,6 +36,7 @@ from elasticgang.errors import (
     PeerLostError,
     StaleGenerationError,
 )
+from elasticgang.integers import integer
 
 _GROUP = "all"
 _CLOSE_TIMEOUT_S = 2.0
@@ -128,7 +128,7 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
         port = address.rpartition(":")[2]
         if not prefix or not port.isdecimal() or int(port) > _LARGEST_PORT:
             raise ValueError(f"`store_addr` must be host:port/prefix, but is {store_addr!r} instead.")
-        rank, world_size = operator.index(rank), operator.index(world_size)  # of numpy too; the comm process gets JSON
+        rank, world_size = _integer("rank", rank), _integer("world_size", world_size)  # the comm process gets JSON
         if world_size < 1 or not 0 <= rank < world_size:
             raise ValueError(
                 f"`rank` must be at least 0 and less than `world_size` ({world_size}), but is {rank} instead."
@@ -286,6 +286,13 @@ def _together(parts: Sequence[Collective]) -> Iterator[Collective]:
 
 class ProcessGroupIsolatedGloo(ProcessGroupIsolated):
     """Gloo in a comm process, for CPU tensors. Replaces torchft's `ProcessGroupBabyGloo`."""
+
+
+def _integer(name: str, value: object) -> int:
+    number = integer(value)
+    if number is None:
+        raise TypeError(f"`{name}` must be an integer, but is {value!r} instead.")
+    return number
 
 
 def _seconds(timeout: float | timedelta) -> float:

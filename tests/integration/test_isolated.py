@@ -158,10 +158,20 @@ def test_a_rank_outside_the_group_is_refused(rank: int, size: int, rings: Rings)
     assert ring.sums() == [1.0]
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0.0, 1), ("0", 1), (0, 1.0)])
-def test_a_rank_that_is_no_integer_is_refused(rank: Any, size: Any, rings: Rings) -> None:
+@pytest.mark.parametrize(
+    ("rank", "size", "error"),
+    [
+        (0.0, 1, "`rank` must be an integer, but is 0.0 instead"),
+        ("0", 1, "`rank` must be an integer, but is '0' instead"),
+        (False, 1, "`rank` must be an integer, but is False instead"),
+        (0, 1.0, "`world_size` must be an integer, but is 1.0 instead"),
+        (0, True, "`world_size` must be an integer, but is True instead"),
+        (0, np.bool_(True), "`world_size` must be an integer, but is "),
+    ],
+)
+def test_a_rank_that_is_no_integer_is_refused(rank: Any, size: Any, error: str, rings: Rings) -> None:
     ring = rings(1)
-    with pytest.raises(TypeError, match="integer"):
+    with pytest.raises(TypeError, match=error):
         ring[0].configure(ring.next_address(), "replica", rank, size)
     assert ring.sums() == [1.0]
 
