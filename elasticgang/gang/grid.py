@@ -212,6 +212,7 @@ class GangGrid:
         """`create_gang`, returned as a process group (GRID-3); None on a rank outside the grid.
 
         Raises:
+            LayoutError: `dims` are not dims of the grid.
             KeyError: the groups exist already, or the view is unknown.
 
         Source: HyperCommGrid (Megatron-LM).

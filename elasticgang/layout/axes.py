@@ -11,7 +11,7 @@ AXES-3  Equal dims have equal keys, in whatever order they are named; different 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,8 @@ class Axes:
         object.__setattr__(self, "shape", tuple(sizes))
         object.__setattr__(self, "rank_offset", offset)
         for name in self.dim_names:
+            if not isinstance(name, str):
+                raise LayoutError(f"`dim_names` must hold strings, but is {list(self.dim_names)} instead.")
             if not name or KEY_SEPARATOR in name or VIEW_SEPARATOR in name:
                 raise LayoutError(f'A name in `dim_names` must not be empty or contain "-" or "/", but {name!r} does.')
         refuse_repeated("dim_names", self.dim_names)
@@ -109,7 +111,8 @@ class Axes:
         within a group.
 
         Raises:
-            LayoutError: `dims` is empty, repeats a name, or names a dim that the grid does not have.
+            LayoutError: `dims` is no name and no list of names, is empty, repeats a name, or names a dim that the grid
+                does not have.
 
         Source: `ordered_as_given` is HyperCommGrid's `_gen_rank_enum`.
         """
@@ -132,13 +135,15 @@ class Axes:
         return Axes(tuple(map(int, data["shape"])), tuple(map(str, data["dim_names"])), int(data["rank_offset"]))
 
     def _slowest_first(self, dims: str | Sequence[str]) -> list[str]:
+        if not isinstance(dims, Iterable):
+            raise LayoutError(f"`dims` must be one or several of {list(self.dim_names)}, but is {dims!r} instead.")
         named = as_list(dims)
         if not named:
             raise LayoutError("`dims` must name at least one dim, but is empty instead.")
-        refuse_repeated("dims", named)
         for name in named:
             if name not in self.dim_names:
                 raise LayoutError(f"`dims` must be among {list(self.dim_names)}, but names {name!r} instead.")
+        refuse_repeated("dims", named)
         return [name for name in reversed(self.dim_names) if name in named]
 
     def _offsets(self, names: Sequence[str]) -> list[int]:

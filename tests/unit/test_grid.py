@@ -143,6 +143,7 @@ def test_lists_are_taken_and_kept_as_tuples() -> None:
         ((2,), ("",), 0, "must not be empty"),
         ((2,), ("a-b",), 0, "must not be empty or contain"),
         ((2,), ("a/b",), 0, "must not be empty or contain"),
+        ((2,), (1,), 0, r"`dim_names` must hold strings, but is \[1\] instead"),
     ],
 )
 def test_axes_that_are_none_are_refused(shape: Any, names: Any, offset: Any, complaint: str) -> None:
@@ -157,6 +158,9 @@ def test_axes_that_are_none_are_refused(shape: Any, names: Any, offset: Any, com
         (["a", "d"], "but names 'd'"),
         (["a", "a"], r"`dims` must name each dim once, but is \['a', 'a'\]"),
         ([], "`dims` must name at least one dim"),
+        (None, r"`dims` must be one or several of .*, but is None instead"),
+        (3, r"`dims` must be one or several of .*, but is 3 instead"),
+        ([["tp"]], r"`dims` must be among .*, but names \['tp'\] instead"),
     ],
 )
 @pytest.mark.parametrize("use", [Axes.rank_groups, Axes.key])
