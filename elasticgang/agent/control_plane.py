@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 import socket
 import time
@@ -292,6 +293,7 @@ class ControlPlane:
     def broadcast_over(self, generation: int, reason: str, *, is_effect: bool = False) -> None:
         if generation > self._newest_over:
             self._newest_over = generation
+            reason = _seen_from_others(reason, self._callbacks.state.agent)
             self._client.notify(Notify(EndGeneration(generation, reason, is_effect)))
 
     def broadcast_join(self, generation: int) -> None:
@@ -460,6 +462,14 @@ class ControlPlane:
     def left_agents(self) -> set[str]:
         """Agents that have told the coordinator that they end."""
         return self._left_agents
+
+
+def _seen_from_others(reason: str, agent: str) -> str:
+    """`reason` for other agents, which have ranks of the same numbers. It may be another agent's own."""
+    ranks = re.match(r"rank \d+(, \d+)*", reason)
+    if ranks is None or reason.startswith(" of agent ", ranks.end()):
+        return reason
+    return f"{ranks[0]} of agent {agent}{reason[ranks.end() :]}"
 
 
 def _seen_from_outside(host: str) -> str:

@@ -132,7 +132,10 @@ class ChangeReporter:
 
     def agent_lost(self, agent: str, at: float) -> None:
         """The agent is dead: a root cause, unless the present cause names the agent already."""
-        is_named = self._cause is not None and f"agent {agent} " in self._cause.text
+        text = "" if self._cause is None else self._cause.text
+        is_named = (
+            f"agent {agent} " in text and f" of agent {agent} " not in text
+        )  # that of a rank is no end of its agent
         if self._record is not None and self._record.seats_of(agent) and not is_named:
             self.caused(f"agent {agent} is lost", "agent_lost", at, is_root=True)
 

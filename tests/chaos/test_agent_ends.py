@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.several import Cluster, kill_agent
+from tests.chaos.several import Cluster, generation_of, kill_agent
 from tests.chaos.test_kills import histories
-from tests.support import Job
+from tests.support import Job, kill
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -81,6 +81,21 @@ def test_the_others_do_not_wait_for_an_agent_that_ends_in_the_midst_of_a_step(
         assert change["cause"].startswith(f"agent {id_of(second)} exits on {number.name}")
         assert events_of(first, "host left"), "the coordinator had to find that the process is gone"
         assert not events_of(first, "host lost")
+
+
+def test_a_rank_that_dies_elsewhere_is_named_with_its_agent(tmp_path: Path, alone: str) -> None:
+    """There is a rank of its number here too."""
+    with Cluster(tmp_path, holds=[5, 12]) as cluster:
+        first, second = cluster.start(nnodes="2:2"), cluster.start(nnodes="2:2", ranks=1)
+        cluster.reached(5, 3)
+        kill(second.rank_pid(0))
+        generation_of(first, 2)  # before its ranks go on, and notice the loss by themselves
+        cluster.release(5)
+        cluster.reached(12, 2)
+        cluster.release(12)
+        cluster.check(alone, [first, second])
+        assert change_to(first, 2)["cause"] == f"rank 0 of agent {id_of(second)} died"
+        assert change_to(second, 2)["cause"] == "rank 0 was killed by SIGKILL"
 
 
 def test_an_agent_that_was_killed_is_named(tmp_path: Path, alone: str) -> None:

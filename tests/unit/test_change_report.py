@@ -189,6 +189,11 @@ def test_a_lost_agent_is_the_root_cause() -> None:
     list(changes.agreed(record_of(["a0"], 3), "a"))
     (change,) = changes.ended()
     assert change["cause"] == "agent a exits on SIGTERM"
+    changes.caused("rank 0 of agent a died", "abort", 12.0)
+    changes.agent_lost("a", 12.01)
+    list(changes.agreed(record_of(["a0"], 4), "a"))
+    (change,) = changes.ended()
+    assert change["cause"] == "agent a is lost"
 
 
 # CHANGE-4
