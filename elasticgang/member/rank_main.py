@@ -131,7 +131,7 @@ def _end(code: int) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # the script may have put anything there, or None
             stream.flush()
     if code < 0:  # die by the signal, so that the agent sees it in the exit status
         signal.signal(-code, signal.SIG_DFL)
@@ -189,14 +189,13 @@ def _send_failure(notices: socket.socket, exc: BaseException, fault: str | None)
 
 
 def _traceback_of(exc: BaseException) -> str:
-    """From the script's first frame on."""
-    frame = exc.__traceback__
-    own = frame
+    """From the script's first frame on: there is none where its text is no Python."""
+    own = exc.__traceback__
     while own is not None and (
         "runpy" in own.tb_frame.f_code.co_filename or own.tb_frame.f_code.co_filename == __file__
     ):
         own = own.tb_next
-    return "".join(traceback.format_exception(type(exc), exc, own or frame))
+    return "".join(traceback.format_exception(type(exc), exc, own))
 
 
 def _error_line(exc: BaseException) -> str:

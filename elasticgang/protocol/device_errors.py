@@ -8,6 +8,7 @@ CUDA-1  A fault of the device is an error after which this process cannot use it
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 
@@ -50,10 +51,14 @@ _MAX_REASON = 200
 def device_fault(error: BaseException) -> str | None:
     """The fault of the device that `error` is, or that has caused it, in one line; None: there is none."""
     for found in _chain(error):
-        line = str(found).partition("\n")[0][:_MAX_REASON]
+        if not isinstance(found, DeviceError | RuntimeError):
+            continue
+        text = ""
+        with contextlib.suppress(Exception):  # the script's own class
+            text = str(found)
         if isinstance(found, DeviceError):
-            return line or "the script has found its device broken"
-        if isinstance(found, RuntimeError) and (fault := _fault_in(str(found))) is not None:
+            return text.partition("\n")[0][:_MAX_REASON] or "the script has found its device broken"
+        if (fault := _fault_in(text)) is not None:
             return fault
     return None
 

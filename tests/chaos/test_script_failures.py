@@ -32,6 +32,41 @@ def test_an_exception_on_every_rank_is_shown_once_and_whole(tmp_path: Path) -> N
         assert re.search(reason, job.stderr, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("def f(:", "SyntaxError: "),
+        (
+            """\
+            class Mute(RuntimeError):
+                def __str__(self):
+                    raise ValueError("no text")
+            raise Mute
+            """,
+            "Mute: <",  # Python 3.10 has other words than later ones
+        ),
+    ],
+)
+def test_the_traceback_of_a_script_that_does_not_begin_is_its_own(tmp_path: Path, text: str, error: str) -> None:
+    path = script(tmp_path, text)
+    with Job(tmp_path, path, ranks=1) as job:
+        assert job.wait() == 1
+        first, *lines, last = job.stderr.splitlines()
+    assert first == "elasticgang: rank 0 failed:"
+    assert last == "elasticgang: error: rank 0 exited with code 1 before its first committed step"
+    assert {line for line in lines if line.startswith('  File "')} <= {
+        f'  File "{path}", line {number}{where}' for number in (1, 4) for where in ("", ", in <module>")
+    }
+    assert any(line.startswith(error) for line in lines), job.stderr
+
+
+def test_a_script_may_take_its_output_away(tmp_path: Path) -> None:
+    """As under an interpreter alone."""
+    path = training(tmp_path, after="sys.stdout = sys.stderr = None")
+    with Job(tmp_path, path, ranks=1) as job:
+        assert job.wait() == 0, job.stderr
+
+
 def test_nothing_is_told_after_why_the_job_has_failed(tmp_path: Path) -> None:
     body = """
                 if rank == 1:

@@ -100,6 +100,20 @@ def test_a_chain_of_errors_may_have_a_cycle() -> None:
     assert device_fault(first) is None
 
 
+class _Mute(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class _MuteDevice(DeviceError):
+    __str__ = _Mute.__str__
+
+
+def test_an_error_of_the_script_may_have_no_text() -> None:
+    assert device_fault(_Mute()) is None
+    assert device_fault(_MuteDevice()) == "the script has found its device broken"
+
+
 def test_a_script_says_by_itself_that_its_device_is_broken() -> None:
     assert device_fault(DeviceError("the memory test failed at 0x10\nmore")) == "the memory test failed at 0x10"
     assert device_fault(DeviceError()) == "the script has found its device broken"
