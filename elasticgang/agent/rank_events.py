@@ -228,7 +228,7 @@ class RankEvents:
         if first == local_rank and traceback not in self._shown_whole:
             self._shown_whole.add(traceback)
             self._output.write_line(f"elasticgang: rank {local_rank} failed:\n{traceback.rstrip()}")
-        else:
+        elif not self._stopping.is_set():  # else the reason why the job ends has been told
             self._output.write_line(f"elasticgang: rank {local_rank} failed with the traceback of rank {first}")
 
 

@@ -12,7 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -96,6 +96,27 @@ def test_the_agent_lowers_the_priority_of_a_rank_that_begins_to_exit_before_it_i
             rank.kill()
         assert process.wait(60) == -signal.SIGKILL
     assert seen == ([{min(own + 10, 19)}] if takes_part else [])
+
+
+def test_a_traceback_that_was_shown_is_not_told_of_after_the_end_of_the_job() -> None:
+    state = SimpleNamespace(takes_part=lambda member: True, record=None)
+    lifecycle: Any = SimpleNamespace(state=state, is_retired=lambda member: False, device_of=lambda local_rank: None)
+    told: list[str] = []
+    output: Any = SimpleNamespace(write_line=told.append)
+    stopping, unused, events = threading.Event(), cast("Any", None), EventLog(None, print)
+    agent = RankEvents(
+        lifecycle, lambda *_: None, ChangeLog(events, 0.0), events, output, stopping, lambda local_rank: ""
+    )
+    failure = {"traceback": "ValueError: no\n", "error": "ValueError: no", "blameless": False, "device_fault": None}
+    for number in range(3):
+        rank = RankProcess(f"a/{number}", number, os.getpid(), -1, unused, unused, StatusPage(), -1, list)
+        rank.status, rank.failure = 1, {**failure, "differs": False, "heals": False}
+        agent.on_exit(rank, 0.0)
+        if number == 1:
+            stopping.set()
+    shown, again = told
+    assert shown == "elasticgang: rank 0 failed:\nValueError: no"
+    assert again == "elasticgang: rank 1 failed with the traceback of rank 0"
 
 
 def test_the_steps_of_a_rank_are_those_that_it_knows_to_be_committed() -> None:
