@@ -119,6 +119,7 @@ class MemberDriver:
                 parameter.
             MismatchError: DRIVER-5.
         """
+        self.lifecycle.check_unvoted()  # before what the first vote has changed is noticed
         if (changed := self._state_server.changed_parameter()) is not None:
             raise InvalidOperationError(
                 f"step {self.lifecycle.state.committed.step} has changed the parameter {changed} before `optim.step`: "

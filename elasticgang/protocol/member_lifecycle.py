@@ -326,11 +326,10 @@ class MemberLifecycle:
             StepAborted: this rank leaves, because it drains and has become a spare.
             EvictedError, StateLostError, SystemExit: as `_next_generation` does.
         """
+        self.check_unvoted()
         step, state = self._step, self.state
         assert step is not None
         index = step.attempt.step - 1
-        if step.has_voted:
-            raise InvalidOperationError(f"step {index} was voted on before; there is one `optim.step` in a step")
         step.has_voted = True
         if numbers:
             numbers = (*numbers, float(names), 1.0)  # MANAGER-16
@@ -351,6 +350,12 @@ class MemberLifecycle:
                 yield from self._committed(step.attempt)
         step.is_committed = state.has(step.attempt)
         return step.is_committed
+
+    def check_unvoted(self) -> None:
+        """Raises InvalidOperationError: the step under way was voted on before."""
+        if (step := self._step) is not None and step.has_voted:
+            index = step.attempt.step - 1
+            raise InvalidOperationError(f"step {index} was voted on before; there is one `optim.step` in a step")
 
     @property
     def sums(self) -> tuple[float, ...]:

@@ -312,6 +312,19 @@ def test_a_parameter_that_is_changed_before_the_vote_is_refused(how: str) -> Non
     assert manager.committed_steps == 1
 
 
+def test_a_second_call_in_a_step_is_refused_by_its_name() -> None:
+    """And not for what the first one has changed."""
+    manager = eg.join()
+    model = torch.nn.Linear(2, 2)
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.register_state(model=model, optim=optim)
+    with next(manager.steps(1)):
+        model(torch.ones(1, 2)).sum().backward()
+        assert optim.step(weight=1.0)
+        with pytest.raises(eg.InvalidOperationError, match=r"step 0 was voted on before; there is one `optim\.step`"):
+            optim.step(weight=1.0)
+
+
 # REGISTERED-9
 def test_a_parameter_that_was_made_in_inference_mode_may_be_there() -> None:
     """torch does not count its changes."""
