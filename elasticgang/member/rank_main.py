@@ -99,6 +99,7 @@ def _run(command: dict[str, Any], notices: socket.socket) -> int:
     """Run the script. Returns its exit code, or -N after signal N."""
     sys.argv = [command["script"], *command["args"]]
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # until here a Ctrl-C shows no traceback
         if command["module"]:
             sys.path.insert(0, os.getcwd())
             runpy.run_module(command["script"], run_name="__main__", alter_sys=True)
@@ -128,8 +129,11 @@ def _end(code: int) -> NoReturn:
     every rank at once. After a fault of the device neither wait for threads nor call the script's `atexit` functions:
     both may use the device, and never return."""
     if code != DEVICE_FAULT_STATUS:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads
-        atexit._run_exitfuncs()
+        for wind_up in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # waits for threads
+            try:
+                wind_up()
+            except KeyboardInterrupt:
+                code = -signal.SIGINT
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the script may have put anything there, or None
             stream.flush()

@@ -420,7 +420,7 @@ def _prepare_child(request: dict[str, Any], fds: list[int]) -> Callable[[], int]
     except PermissionError:
         os._exit(1)  # the group is gone; while a process of it is unreaped, this one joins it, and ends by WORKER-1
     _set_name(request["name"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would show the code before the task
     num_stdio = request["stdio"]
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

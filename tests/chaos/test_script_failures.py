@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.training_scripts import script, training
-from tests.support import Job, kill
+from tests.support import Job, kill, wait_until
 
 # -- how it fails
 
@@ -386,6 +386,23 @@ def test_a_rank_that_is_interrupted_by_itself_is_restarted_as_after_any_kill(tmp
         assert job.wait() == 0, job.stderr
         assert "was killed by SIGINT" in job.stderr
         assert "Traceback" not in job.stderr
+
+
+def test_an_interrupt_while_the_threads_of_a_script_are_waited_for_shows_no_traceback(tmp_path: Path) -> None:
+    text = """\
+    import atexit, signal, threading, time
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    atexit.register(print, "functions are called", flush=True)
+    print("over", flush=True)
+    """
+    with Job(tmp_path, script(tmp_path, text), ranks=1) as job:
+        wait_until(lambda: "over" in job.stdout or job.process.poll() is not None, "the end of the script")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 128 + signal.SIGINT
+        job.assert_nothing_left()
+        assert "functions are called" in job.stdout
+        assert job.stderr == ""
 
 
 def test_without_restarts_the_first_failure_ends_the_others(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def describe(args: dict[str, Any], fds: list[int]) -> int:
         "random": random.random(),
         "name": open("/proc/self/comm").read().strip(),  # noqa: SIM115
         "threads": len(os.listdir("/proc/self/task")),
-        "ignores_sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+        "sigint": signal.getsignal(signal.SIGINT),
     }
     os.write(fds[0], json.dumps(report).encode())
     return 0

@@ -85,7 +85,7 @@ def test_a_child_has_only_the_given_descriptors_and_environment(quick: ForkServe
     assert found["stdin"] == os.devnull
     assert found["name"] == "a-name"
     assert found["threads"] == 1
-    assert not found["ignores_sigint"]
+    assert found["sigint"] == signal.SIG_DFL, "a Ctrl-C at its start shows the traceback of no script"
 
 
 # FORK-2
