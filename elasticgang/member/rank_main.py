@@ -184,7 +184,10 @@ def _exit_code(exc: SystemExit) -> int:
 def _send_failure(notices: socket.socket, exc: BaseException, fault: str | None) -> None:
     """Send the traceback to the agent, which prints it. `fault`: of the device."""
     blameless = fault is None and isinstance(exc, GangError)
-    text = _traceback_of(exc)[-_MAX_TRACEBACK:]
+    text = _traceback_of(exc)
+    if (num_more := len(text) - _MAX_TRACEBACK) > 0:  # where it was raised, and the end of what it says
+        half = _MAX_TRACEBACK // 2
+        text = f"{text[:half]}\n[{num_more} characters are left out]\n{text[-half:]}"
     fields = {"traceback": text, "error": _error_line(exc), "blameless": blameless, "device_fault": fault}
     fields["differs"] = isinstance(exc, MismatchError)
     fields["heals"] = isinstance(exc, DamagedStateError) and exc.heals

@@ -60,6 +60,16 @@ def test_the_traceback_of_a_script_that_does_not_begin_is_its_own(tmp_path: Path
     assert any(line.startswith(error) for line in lines), job.stderr
 
 
+def test_an_error_with_a_long_text_is_shown_with_its_place(tmp_path: Path) -> None:
+    path = script(tmp_path, 'raise ValueError("first" + "x" * 10**6 + "last")')
+    with Job(tmp_path, path, ranks=1) as job:
+        assert job.wait() == 1
+        assert f'File "{path}", line 1, in <module>\n' in job.stderr
+        assert "\nValueError: firstxxx" in job.stderr
+        assert re.search(r"\n\[\d+ characters are left out\]\nx+last\n", job.stderr)
+        assert len(job.stderr) < 10**5
+
+
 def test_a_script_may_take_its_output_away(tmp_path: Path) -> None:
     """As under an interpreter alone."""
     path = training(tmp_path, after="sys.stdout = sys.stderr = None")
