@@ -38,7 +38,7 @@ log = logging.getLogger("elasticgang")
 _S = TypeVar("_S", bound=Spawned)
 _T = TypeVar("_T")
 
-SLOW_FORK_S = 3.0
+SLOW_FORK_S = 5.0
 SLOW_START_S = 10.0
 
 _END_S = 2.0
