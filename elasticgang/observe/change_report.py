@@ -6,8 +6,8 @@ CHANGE-1  A change is over once every seated rank of this host knows of a step c
     that caused it is complete, so that its status is known; or when the next generation begins, or when the job ends.
 CHANGE-2  A phase ends with the slowest rank of this host. A phase that did not take place on this host is None. The
     first one, `leave`, begins when the agent knows the cause: how long it took to be known, an agent cannot tell.
-CHANGE-3  What a rank only noticed (an effect) is not the cause, if members of other agents have left and none of this
-    one: the cause is elsewhere, and names them. What another agent says of its own end stays.
+CHANGE-3  If members of other agents have left and none of this one, the cause is elsewhere, and names them: what a rank
+    only noticed (an effect) is not it, and an agent may know of none. What another agent says of its own end stays.
 CHANGE-4  The end of another agent and a hang of a rank here do not hide each other, whichever is noticed first: the
     cause names both. An agent may exit because its ranks waited for the one that hangs until its grace period ended.
 CHANGE-5  The first record of an agent is the start of the job only if it is the first of the job. Otherwise the agent
@@ -159,7 +159,7 @@ class ChangeReporter:
         yield from self.ended()
         first = _JOIN if record.parent else _START  # CHANGE-5
         cause = self._cause or _Cause(*(_ELSEWHERE if self._record else first), None)
-        if cause.is_effect and (left := self._left_elsewhere(record, agent)):
+        if (cause.is_effect or self._cause is None) and (left := self._left_elsewhere(record, agent)):
             cause = _Cause(left, "elsewhere", cause.at)
         in_doubt = tuple(sorted(set(self._pending.values())))
         seats = record.seats_of(agent)

@@ -318,6 +318,16 @@ def test_a_peer_that_was_lost_on_another_host_is_named(left: list[str], expected
     assert (change["cause"], change["kind"]) == expected
 
 
+# CHANGE-3
+def test_a_rank_that_has_left_another_host_is_named_where_nobody_has_said_so() -> None:
+    changes = ChangeReporter()
+    list(changes.agreed(record_of(["a0", "b0", "b1"]), "a"))
+    list(changes.ended())
+    list(changes.agreed(record_of(["a0", "b0"], 2), "a"))
+    (change,) = changes.ended()
+    assert (change["cause"], change["kind"]) == ("rank 1 of agent b left", "elsewhere")
+
+
 def test_what_another_agent_says_of_its_end_is_the_cause() -> None:
     members = ["a0", "b0"]
     changes = ChangeReporter()
