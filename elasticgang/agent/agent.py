@@ -388,6 +388,7 @@ class Agent:
                 self._events.write("fenced", agent=self._lifecycle.agent, reason=reason)
                 self._output.write_line(f"elasticgang: {reason}")
                 for rank in self._ranks.of(members):
+                    rank.is_told = True
                     rank.kill()
             case Rejoin(_, former):
                 self._spawn_task(self._rejoin(former))

@@ -47,6 +47,7 @@ class HangResponse:
             self._changes.incidents.hung(rank.member, stack)
         self._events.write("hung", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, comm=comm)
         if comm is None:
+            rank.is_told = True  # below
             rank.kill()
         else:
             what = f"the comm process (pid {comm}) of {what}"

@@ -174,6 +174,7 @@ class RankEvents:
         if failure is not None:
             self._show_failure(rank.local_rank, failure["traceback"])
         is_shown = status == 0 or failure is not None or self._stopping.is_set() or is_retired
+        is_shown = is_shown or (rank.is_told and status == -signal.SIGKILL)
         is_early = status == 0 and not (rank.has_left or is_retired or rank.page.draining)
         cause = f"rank {rank.local_rank} {_describe_failure(rank) or describe_exit(status, is_early=is_early)}"
         self._changes.incidents.exited(rank)

@@ -44,7 +44,7 @@ _MAX_NICE = 19
 class RankProcess:
     """`tail`: returns the last lines that it wrote. `committed`: the newest attempt that the agent has read from the
     page. `status`: after the exit, as `Popen.returncode`. `taken`: its device, once it has joined. `has_left`: when the
-    others knew that it would, or because it has finished."""
+    others knew that it would, or because it has finished. `is_told`: the user was told why the agent kills it."""
 
     member: str
     local_rank: int
@@ -63,6 +63,7 @@ class RankProcess:
     notified: int = 0  # the newest generation of whose end it has been notified
     has_joined: bool = False
     has_left: bool = False
+    is_told: bool = False
 
     def send(self, number: int) -> None:
         """Send a signal to this process alone."""
@@ -212,6 +213,7 @@ class RankProcesses:
 
     def _on_invalid(self, rank: RankProcess, exc: Exception) -> None:
         self._output.write_line(f"elasticgang: rank {rank.local_rank} sent an invalid message ({exc}); killing it")
+        rank.is_told = True
         rank.kill()
 
     def watch(self, rank: RankProcess) -> None:

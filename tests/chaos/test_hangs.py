@@ -99,6 +99,10 @@ def test_the_one_that_is_behind_is_ended_alone(name: str, jobs: dict[str, Future
     check(job, faults, alone)
     killed = Counter(fault["rank"] for fault in faults if fault["kill"] == "self")
     assert hung(job) == expected, job.stderr
+    for event in job.events():
+        if event["event"] == "hung" and event["comm"] is None:
+            assert job.stderr.count(f"rank {event['local_rank']} (pid {event['pid']}): no progress for ") == 1
+            assert f"(pid {event['pid']}) was killed" not in job.stderr
     spawned = Counter(event["local_rank"] for event in job.events() if event["event"] == "spawned")
     assert spawned == Counter(range(3)) + killed + Counter(rank for rank, by_comm in expected if not by_comm)
 

@@ -50,6 +50,7 @@ def test_a_cut_off_host_ends_its_members_and_comes_back_with_new_ones(
         second.expect("fenced")
         ended = [second.expect("exited", count=count)["monotonic"] for count in (1, 2)]
         assert max(ended) - cut_at < JOB_TIMEOUTS.lease_s + LOADED_S
+        assert "was killed by" not in second.stderr  # one line told of all its ranks
         lost = first.expect("host lost")
         assert lost["agent"] == agent_ids(second)[0]
         assert max(ended) < lost["t"] < cut_at + JOB_TIMEOUTS.lost_after_s + LOADED_S

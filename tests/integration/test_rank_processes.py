@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -98,25 +99,52 @@ def test_the_agent_lowers_the_priority_of_a_rank_that_begins_to_exit_before_it_i
     assert seen == ([{min(own + 10, 19)}] if takes_part else [])
 
 
-def test_a_traceback_that_was_shown_is_not_told_of_after_the_end_of_the_job() -> None:
+def exit_lines() -> tuple[RankEvents, threading.Event, list[str]]:
+    """What translates exits, of ranks that no record knows; what stops it; and what it writes."""
     state = SimpleNamespace(takes_part=lambda member: True, record=None)
     lifecycle: Any = SimpleNamespace(state=state, is_retired=lambda member: False, device_of=lambda local_rank: None)
     told: list[str] = []
     output: Any = SimpleNamespace(write_line=told.append)
-    stopping, unused, events = threading.Event(), cast("Any", None), EventLog(None, print)
-    agent = RankEvents(
-        lifecycle, lambda *_: None, ChangeLog(events, 0.0), events, output, stopping, lambda local_rank: ""
-    )
+    stopping, events = threading.Event(), EventLog(None, print)
+
+    def handle(event: Any, on_decided: Callable[[list[Any]], None]) -> None:
+        on_decided([])
+
+    changes = ChangeLog(events, 0.0)
+    return RankEvents(lifecycle, handle, changes, events, output, stopping, lambda rank: ""), stopping, told
+
+
+def exited_rank(local_rank: int, status: int) -> RankProcess:
+    unused: Any = None
+    rank = RankProcess(f"a/{local_rank}", local_rank, 100 + local_rank, -1, unused, unused, StatusPage(), -1, list)
+    rank.status = status
+    return rank
+
+
+def test_a_traceback_that_was_shown_is_not_told_of_after_the_end_of_the_job() -> None:
+    agent, stopping, told = exit_lines()
     failure = {"traceback": "ValueError: no\n", "error": "ValueError: no", "blameless": False, "device_fault": None}
     for number in range(3):
-        rank = RankProcess(f"a/{number}", number, os.getpid(), -1, unused, unused, StatusPage(), -1, list)
-        rank.status, rank.failure = 1, {**failure, "differs": False, "heals": False}
+        rank = exited_rank(number, 1)
+        rank.failure = {**failure, "differs": False, "heals": False}
         agent.on_exit(rank, 0.0)
         if number == 1:
             stopping.set()
     shown, again = told
     assert shown == "elasticgang: rank 0 failed:\nValueError: no"
     assert again == "elasticgang: rank 1 failed with the traceback of rank 0"
+
+
+def test_a_kill_that_was_told_with_its_reason_is_not_told_again() -> None:
+    agent, _, told = exit_lines()
+    for local_rank, status, is_told in [(0, -9, True), (1, -9, False), (2, 3, True)]:
+        rank = exited_rank(local_rank, status)
+        rank.is_told = is_told
+        agent.on_exit(rank, 0.0)
+    assert told == [
+        "elasticgang: rank 1 (pid 101) was killed by SIGKILL",
+        "elasticgang: rank 2 (pid 102) exited with code 3",
+    ]
 
 
 def test_the_steps_of_a_rank_are_those_that_it_knows_to_be_committed() -> None:
