@@ -230,7 +230,7 @@ def test_each_end_of_a_rank_is_told_in_one_line(tmp_path: Path) -> None:
             lives.open("a").write("x")
             ends = ["os._exit(7)", "os.kill(os.getpid(), signal.SIGSEGV)", "os.kill(os.getpid(), signal.SIGKILL)"]
             end = dict(enumerate(ends, 1)).get(lives.stat().st_size, "")"""
-    body = """if rank == 1 and step.index >= 5:
+    body = """if rank == 1 and step.index >= 5 * lives.stat().st_size:  # never twice in one step
                     exec(end)
                     (here / "over").touch()
                 if (here / "over").exists():
@@ -252,11 +252,13 @@ def test_an_exit_with_an_error_in_the_loop_is_no_rank_that_has_left(tmp_path: Pa
     """Also where the exit takes longer than the others need for the next generation."""
     setup = """import atexit
         def wait():
+            (here / "exits").touch()
             while not (here / "trained").exists(): time.sleep(0.005)"""
     body = """if rank == 1 and step.index == 5 and not (here / "failed").exists():
                     (here / "failed").touch()
                     atexit.register(wait)
                     sys.exit(3)
+                while rank != 1 and step.index >= 5 and not (here / "exits").exists(): time.sleep(0.005)
                 if step.index == 8:
                     (here / "trained").touch()
                 if rank == 1 and step.index > 5:
