@@ -65,6 +65,7 @@ _ENVIRONMENT = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: _NO_M
 _getenv = ctypes.CDLL(None).getenv
 _getenv.restype = ctypes.c_void_p
 _imported: list[str] = []  # by this process, for all that is forked from it
+_inherited: dict[str, bool] = {}  # what the Python programs that this one starts are asked for too
 _mark_address: int | None = _getenv(MARK.encode())  # before anything changes the environment
 _of_an_agent = frozenset(sys.modules)  # where this module is imported before torch
 _hidden: list[ModuleType] = []
@@ -91,14 +92,17 @@ class PreloadedProcess(subprocess.Popen[Any]):
 
     _lock = threading.Lock()
 
-    def __init__(self, args: Sequence[str], *, imports: Sequence[str] = (), **options: Any) -> None:
-        """`imports`: modules that it imports once for all processes that its own fork server starts."""
-        self._imports = imports
+    def __init__(
+        self, args: Sequence[str], *, imports: Sequence[str] = (), ends_at_once: bool = False, **options: Any
+    ) -> None:
+        """`imports`: modules that it imports once for all processes that its own fork server starts. `ends_at_once`:
+        behind its exit functions, as a rank of a job does, without the finalizers of its modules, which take 0.3 s."""
+        self._imports, self._ends_at_once = imports, ends_at_once
         super().__init__(args, **options)
 
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:
         with self._lock:
-            _start(self, args, given, imports=list(self._imports))
+            _start(self, args, given, imports=list(self._imports), ends_at_once=self._ends_at_once)
 
 
 def _start(process: Any, command: Sequence[str], given: Sequence[Any], **request: Any) -> None:
@@ -167,14 +171,21 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
     offer_fork_server()
     if _is_agent(command):
         _run_agent(command[2:])
+    if request.get("ends_at_once"):
+        _inherited["ends_at_once"] = True
+        _end_at_once(lambda: _run_program(command))
+    _run_program(command)
+    return 0
+
+
+def _run_program(command: Sequence[str]) -> None:
     is_module = command[0] == "-m"
-    sys.argv = command[is_module:]
+    sys.argv = list(command[is_module:])
     if is_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
-    return 0
 
 
 def _is_agent(command: Sequence[str]) -> bool:
@@ -204,9 +215,14 @@ def _run_agent(arguments: list[str]) -> NoReturn:
     hide_modules()
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
+    _end_at_once(lambda: cli.main(arguments))
+
+
+def _end_at_once(function: Callable[[], object]) -> NoReturn:
+    """Call it, and exit as Python would, but without the finalizers of modules. What it raises is raised."""
     code: object
     try:
-        code = cli.main(arguments)
+        code = function()
     except SystemExit as exc:
         code = exc.code
     if code is not None and not isinstance(code, int):

@@ -124,14 +124,16 @@ class Command:
         stdout: int | None = None,
         preloaded: bool = False,
         imports: Sequence[str] = (),
+        ends_at_once: bool = False,
     ) -> None:
         """`preloaded`: a Python command that imports torch, or runs an agent; it starts as `PreloadedProcess` does.
-        `imports`: see there."""
+        `imports` and `ends_at_once`: see there."""
         self.directory = directory
         self.mark = uuid.uuid4().hex
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / "stdout").open("wb") as out, (directory / "stderr").open("wb") as err:
-            start = functools.partial(PreloadedProcess, imports=imports) if preloaded else subprocess.Popen
+            forked = functools.partial(PreloadedProcess, imports=imports, ends_at_once=ends_at_once)
+            start = forked if preloaded else subprocess.Popen
             self.process = start(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -199,11 +201,17 @@ class Command:
 
 
 def run_preloaded(
-    command: Sequence[str], *, env: dict[str, str] | None = None, timeout: float = DEADLINE_S
+    command: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    timeout: float = DEADLINE_S,
+    ends_at_once: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` of a Python command that imports torch, in the repository. `env`: in addition."""
+    """`subprocess.run` of a Python command that imports torch, in the repository. `env`: in addition. `ends_at_once`:
+    see `PreloadedProcess`."""
     with PreloadedProcess(
         command,
+        ends_at_once=ends_at_once,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

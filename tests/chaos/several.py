@@ -204,7 +204,7 @@ class Cluster(WaitingRanks):
 def run_alone(directory: Path) -> str:
     """The digest of the state that an undisturbed run of one process ends with."""
     command = [sys.executable, str(JOB), "--steps", str(NUM_STEPS), "--output-dir", str(directory)]
-    done = run_preloaded(command)
+    done = run_preloaded(command, ends_at_once=True)
     assert done.returncode == 0, done.stderr
     ((*_, last),) = histories(directory)
     return str(last["digest"])

@@ -70,7 +70,7 @@ class Reference:
 
 def reference_in(directory: Path, steps: int = NUM_STEPS) -> Reference:
     command = [sys.executable, str(JOB), "--steps", str(steps), "--output-dir", str(directory), "--write-parameters"]
-    done = run_preloaded(command)
+    done = run_preloaded(command, ends_at_once=True)
     assert done.returncode == 0, done.stderr
     (lines,) = histories(directory).values()
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "prepared"}

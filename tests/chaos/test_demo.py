@@ -23,7 +23,8 @@ MAX_KILLS = 4  # each delays the end, on a busy machine by more than the wait fo
 def demo(directory: Path, *args: str, fresh: bool = False) -> Command:
     """`fresh`: all of its processes start as a user's do, and import torch."""
     given = ["--output-dir", str(directory / "run"), "--max-kills", str(MAX_KILLS), *args]
-    return Command(directory, [sys.executable, "-m", "scripts.demo_job.demo", *given], preloaded=not fresh)
+    command = [sys.executable, "-m", "scripts.demo_job.demo", *given]
+    return Command(directory, command, preloaded=not fresh, ends_at_once=not fresh)
 
 
 def trains(steps: int, kill_every_s: float) -> list[str]:

@@ -55,7 +55,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run_alone(directory: Path, *options: str) -> str:
     """The digest of the state that an undisturbed run of one process ends with."""
     command = [sys.executable, str(JOB), "--steps", str(NUM_STEPS), "--output-dir", str(directory), *options]
-    done = run_preloaded(command)
+    done = run_preloaded(command, ends_at_once=True)
     assert done.returncode == 0, done.stderr
     ((*_, last),) = histories(directory)
     assert last["kind"] == "finished"

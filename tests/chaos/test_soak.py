@@ -24,7 +24,7 @@ SOAK = [sys.executable, "-m", "scripts.chaos_runs.soak"]
 
 
 def soak(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    return run_preloaded([*SOAK, *arguments], timeout=timeout_s)
+    return run_preloaded([*SOAK, *arguments], timeout=timeout_s, ends_at_once=True)
 
 
 @pytest.mark.timeout(600)

@@ -35,7 +35,7 @@ def alone(optimizer: str) -> tuple[dict[int, float], Values]:
     """The losses and the final state of one undisturbed process."""
     with TemporaryDirectory() as name:
         command = [sys.executable, str(JOB), *options(Path(name), optimizer)]
-        done = run_preloaded(command)
+        done = run_preloaded(command, ends_at_once=True)
         assert done.returncode == 0, done.stderr
         found = histories(Path(name))
         return losses(found), whole(found, 1)

@@ -35,7 +35,8 @@ def options_of(command: str) -> frozenset[str]:
         return frozenset(said.getvalue().split())
     script, *name = command.split()
     if script in PACKAGES and name:
-        done = run_preloaded([sys.executable, "-m", f"{PACKAGES[script]}.{name[0]}", "--help"])
+        shows_help = [sys.executable, "-m", f"{PACKAGES[script]}.{name[0]}", "--help"]
+        done = run_preloaded(shows_help, ends_at_once=True)
     else:
         done = subprocess.run([script, *name, "--help"], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr

@@ -39,7 +39,8 @@ def alone() -> dict[str, Tensor]:
 
 
 def train_alone(directory: Path) -> None:
-    done = run_preloaded([sys.executable, str(SCRIPT), str(directory), "sdp=1"], env={"LOCAL_RANK": "0"})
+    command = [sys.executable, str(SCRIPT), str(directory), "sdp=1"]
+    done = run_preloaded(command, env={"LOCAL_RANK": "0"}, ends_at_once=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -19,7 +19,7 @@ DEADLINE_S = 180
 
 def run(output: Path, optimizer: str, launcher: list[str], *layout: str) -> list[dict[str, Any]]:
     command = [sys.executable, *launcher, RECIPE, "--output", str(output), "--optimizer", optimizer, *layout]
-    done = run_preloaded(command, timeout=DEADLINE_S)
+    done = run_preloaded(command, timeout=DEADLINE_S, ends_at_once=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in output.read_text().splitlines()]
 

@@ -21,7 +21,8 @@ def run(output: Path, ranks: int, slot: int, dropout: float = 0.0, *more: str) -
     launcher = ["-m", "elasticgang", "run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     pp = ["--pp", "2"] if ranks > 1 else []
     given = ["--output", str(output), "--slot", str(slot), "--dropout", str(dropout)]
-    done = run_preloaded([sys.executable, *launcher, RECIPE, *pp, *given, *more], timeout=DEADLINE_S)
+    command = [sys.executable, *launcher, RECIPE, *pp, *given, *more]
+    done = run_preloaded(command, timeout=DEADLINE_S, ends_at_once=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in output.read_text().splitlines()]
 

@@ -87,23 +87,28 @@ def test_a_job_replaces_the_fork_server_that_it_was_offered(tmp_path: Path) -> N
         wait_until(lambda: [new for new in job.processes() if new != before and is_fork_server(new)], "another")
 
 
-def test_a_program_has_its_arguments_environment_and_exit_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_program_has_its_arguments_environment_exit_functions_and_exit_code(at_once: bool, tmp_path: Path) -> None:
     text = """
-        import os, pathlib, sys
+        import atexit, os, pathlib, sys, threading, time
+        atexit.register(print, "last")
+        threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
         print(__name__, sys.argv[1:], os.environ["GIVEN"], pathlib.Path.cwd().name, sys.path[0] in sys.argv[0])
         print("told", file=sys.stderr)
         sys.exit(3)
     """
     command = [sys.executable, str(script(tmp_path, text)), "a", "b"]
-    with Command(tmp_path / "folder", command, env={"GIVEN": "value"}, preloaded=True) as process:
+    env = {"GIVEN": "value"}
+    with Command(tmp_path / "folder", command, env=env, preloaded=True, ends_at_once=at_once) as process:
         assert process.wait() == 3
-        assert process.stdout == "__main__ ['a', 'b'] value folder True\n"
+        assert process.stdout == "__main__ ['a', 'b'] value folder True\nthread\nlast\n"
         assert process.stderr == "told\n"
 
 
-def test_a_program_that_raises_fails() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_program_that_raises_fails(at_once: bool) -> None:
     before = is_subreaper()
-    done = run_preloaded([sys.executable, "-m", "tests.integration.no_such_module"])
+    done = run_preloaded([sys.executable, "-m", "tests.integration.no_such_module"], ends_at_once=at_once)
     assert done.returncode == 1
     assert "No module named tests.integration.no_such_module" in done.stderr
     assert is_subreaper() == before

@@ -38,7 +38,7 @@ class Outcomes:
         launcher = [*JOB, str(size)] if mode == "run" else []
         arguments = [RUNNER, "--mode", mode, "--size", str(size), "--output", str(self._output), *names]
         command_line = [sys.executable, *launcher, *arguments]
-        with Command(directory, command_line, preloaded=True, imports=MODULES) as command:
+        with Command(directory, command_line, preloaded=True, imports=MODULES, ends_at_once=True) as command:
             code = self._wait(command)
         started = [number for number, name in enumerate(names, 1) if started_file(self._output, name).exists()]
         if not started:
