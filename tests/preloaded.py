@@ -65,7 +65,7 @@ _ENVIRONMENT = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: _NO_M
 _getenv = ctypes.CDLL(None).getenv
 _getenv.restype = ctypes.c_void_p
 _imported: list[str] = []  # by this process, for all that is forked from it
-_inherited: dict[str, bool] = {}  # what the Python programs that this one starts are asked for too
+_inherited: dict[str, Any] = {}  # what the Python programs that this one starts are asked for too
 _mark_address: int | None = _getenv(MARK.encode())  # before anything changes the environment
 _of_an_agent = frozenset(sys.modules)  # where this module is imported before torch
 _hidden: list[ModuleType] = []
@@ -87,6 +87,36 @@ def _server() -> forkserver.ForkServer:
     return _servers[pid]
 
 
+_derived: dict[tuple[int, tuple[str, ...]], forkserver.ForkServerClient] = {}  # of the process with that id
+
+
+def _server_with(imports: tuple[str, ...]) -> forkserver.ForkServerClient:
+    """A fork of the server that has imported these modules too. It ends with this process."""
+    if not imports:
+        return _server()
+    key = os.getpid(), imports
+    if key in _derived and _derived[key].is_lost:  # FORK-4
+        _derived.pop(key)
+    if key not in _derived:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            request = {"owner": os.getpid(), "imports": list(imports)}
+            spawned = _server().spawn(f"{__name__}:serve", request, fds=[theirs.fileno()], name="eg-forkserver")
+        os.close(spawned.pidfd)
+        ours.settimeout(_GUARD_S)
+        answer = ours.recv(_MAX_MESSAGE)
+        assert answer == b"{}", f"no fork server with {', '.join(imports)}: {answer.decode()}"
+        _derived[key] = forkserver.ForkServerClient(ours, spawn_timeout=_GUARD_S)
+    return _derived[key]
+
+
+def serve(request: dict[str, Any], fds: list[int]) -> int:
+    """The forked process: becomes a fork server."""
+    for module in request["imports"]:
+        importlib.import_module(module)
+    return forkserver.main([forkserver.__name__, str(fds[0]), str(request["owner"]), *request["imports"]])
+
+
 class PreloadedProcess(subprocess.Popen[Any]):
     """`python ...` with an environment that has `MARK`, forked from a process that has imported torch."""
 
@@ -95,25 +125,29 @@ class PreloadedProcess(subprocess.Popen[Any]):
     def __init__(
         self, args: Sequence[str], *, imports: Sequence[str] = (), ends_at_once: bool = False, **options: Any
     ) -> None:
-        """`imports`: modules that it imports once for all processes that its own fork server starts. `ends_at_once`:
-        behind its exit functions, as a rank of a job does, without the finalizers of its modules, which take 0.3 s."""
+        """`imports`: modules that it finds imported, as do all processes that its own fork server starts; once for all
+        commands of this process with the same ones. `ends_at_once`: behind its exit functions, as a rank of a job does,
+        without the finalizers of its modules, which take 0.3 s."""
         self._imports, self._ends_at_once = imports, ends_at_once
         super().__init__(args, **options)
 
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:
         with self._lock:
-            _start(self, args, given, imports=list(self._imports), ends_at_once=self._ends_at_once)
+            imports = list(self._imports)
+            _start(self, args, given, tuple(imports), imports=imports, ends_at_once=self._ends_at_once)
 
 
-def _start(process: Any, command: Sequence[str], given: Sequence[Any], **request: Any) -> None:
-    """`given`: what `Popen` hands to `_execute_child` behind the arguments."""
+def _start(
+    process: Any, command: Sequence[str], given: Sequence[Any], forked_with: tuple[str, ...] = (), **request: Any
+) -> None:
+    """`given`: what `Popen` hands to `_execute_child` behind the arguments. `forked_with`: modules of a server."""
     _, _, _, _, cwd, env, _, _, _, *files = given
     stdin, _, _, stdout, _, stderr = files[:6]
     request |= {"command": list(command), "cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ)}
     with _as_subreaper():
         name = "python" if _is_agent(command[1:]) else "eg-test"
         own = [given if given >= 0 else number for number, given in enumerate((stdin, stdout, stderr))]
-        spawned = _server().spawn(f"{__name__}:run", request, fds=own[:1], stdio=own[1:], name=name)
+        spawned = _server_with(forked_with).spawn(f"{__name__}:run", request, fds=own[:1], stdio=own[1:], name=name)
     os.close(spawned.pidfd)
     _created(process, spawned.pid, files)
 
@@ -327,7 +361,7 @@ class _OfferedProcess(subprocess.Popen[Any]):
             _start(self, command, given, imports=_imported, parent_death=signal.SIGTERM)
             return
         if (program := _python_program(args)) is not None and _can_fork(given):
-            _start(self, program, given, imports=_imported)
+            _start(self, program, given, imports=_imported, **_inherited)
             return
         offered = (
             _offered.pop(os.getpid(), None) if isinstance(args, list) and forkserver.__name__ in args[3:4] else None

@@ -6,13 +6,14 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.exhaustive import exhaustive
-from tests.integration.programs.catalog import MODULES, TOPICS, programs
+from tests.integration.programs.catalog import MODULES, TOPICS, Program
 from tests.integration.programs.changes import FOUR, THREE
 from tests.integration.programs.outcomes import JOB, Outcomes, differences
 from tests.integration.programs.runner import Outcome, read
@@ -23,9 +24,20 @@ from tests.support import REPOSITORY, Command
 pytestmark = pytest.mark.timeout(900)
 CHANGES = str(REPOSITORY / "tests" / "integration" / "programs" / "changes.py")
 CHANGES_DEADLINE_S = 300.0
+LISTING = str(REPOSITORY / "tests" / "integration" / "programs" / "listing.py")
 NO_ERROR = Outcome({})
 
 Given = Callable[..., dict[str, list[Outcome | None]]]
+
+
+@functools.cache
+def programs() -> dict[str, Program]:
+    """Of another process, so that this one does not import what they use: they do nothing here."""
+    with tempfile.TemporaryDirectory() as directory:
+        command_line = [sys.executable, LISTING]
+        with Command(Path(directory), command_line, preloaded=True, imports=MODULES, ends_at_once=True) as command:
+            assert command.wait() == 0, command.stderr
+            return {facts["name"]: Program(**facts, function=dict) for facts in json.loads(command.stdout)}
 
 
 @pytest.fixture(scope="module")
