@@ -1,12 +1,12 @@
-"""One rank of a static gang, started from a fork server by `test_contract.py`; and, run as a script under
-`elasticgang run`, of an elastic one."""
+"""The four ranks of a static gang, of which rank 0 has the store: `python contract_ranks.py PORT`; and, run as a script
+under `elasticgang run`, one rank of an elastic one."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor
 from elasticgang.errors import InvalidOperationError, LayoutError
 from elasticgang.gang import GangGrid, ProcessGroupGang, create_fsdp_gangs, create_parallel_gangs
 from tests.integration import contract
+from tests.integration.forked_ranks import fork_ranks
 
 
-def static(args: dict[str, Any], fds: list[int]) -> int:
-    os.environ.update(RANK=str(args["rank"]), WORLD_SIZE=str(args["size"]), MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(args["port"])
+def static(port: str) -> int:
+    """`RANK` and `WORLD_SIZE` are set."""
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    os.environ["MASTER_PORT"] = port
     root = ProcessGroupGang.create_default_process_group(torch.device("cpu"), timeout=timedelta(seconds=45))
     contract.same_on_every_rank(root)
     contract.one_to_another(root)
@@ -54,6 +57,7 @@ def static(args: dict[str, Any], fds: list[int]) -> int:
     root.close()
     for gang in (gangs.tp, piped.pp, hybrid.sdp):  # they ended with the root
         gang.close()
+    print("contract kept", flush=True)
     return 0
 
 
@@ -165,4 +169,6 @@ def elastic() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(fork_ranks(4, lambda rank, store: static(sys.argv[1])))
     elastic()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 import sys
 from pathlib import Path
 
@@ -12,11 +10,10 @@ import torch
 
 from elasticgang.errors import InvalidOperationError, LayoutError
 from elasticgang.gang import FakeGang, GangGrid, ReduceOperation
-from elasticgang.process.forkserver import ForkServer
 from tests.integration import contract
 from tests.support import reserved_port, run_preloaded
 
-_ROOT = Path(__file__).parents[2]
+_SCRIPT = str(Path(__file__).with_name("contract_ranks.py"))
 _DEADLINE_S = 120
 pytestmark = pytest.mark.timeout(2 * _DEADLINE_S + 60)  # processes import torch, on whatever the machine has left
 
@@ -72,30 +69,14 @@ def test_without_a_root_there_is_no_grid(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # PGGANG-1
 def test_static_gangs_keep_the_contract() -> None:
-    server = ForkServer(["torch", "torch.distributed", "tests.integration.contract_ranks"])
-    try:
-        server.wait_ready()
-        with reserved_port() as port:
-            args = [{"rank": rank, "size": 4, "port": port} for rank in range(4)]
-            ranks = [server.spawn("tests.integration.contract_ranks:static", arg, stdio=[1, 2]) for arg in args]
-            assert [_status(rank.pidfd) for rank in ranks] == [0, 0, 0, 0]
-    finally:
-        server.close()
-
-
-def _status(pidfd: int) -> int:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    assert poll.poll(_DEADLINE_S * 1000), "a rank did not end"
-    ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
-    os.close(pidfd)
-    assert ended is not None
-    return ended.si_status
+    with reserved_port() as port:
+        done = run_preloaded([sys.executable, _SCRIPT, str(port)], timeout=_DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("contract kept") == 4
 
 
 def test_elastic_gangs_keep_the_contract() -> None:
-    script = str(_ROOT / "tests/integration/contract_ranks.py")
-    command = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "3", script]
+    command = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "3", _SCRIPT]
     done = run_preloaded(command, timeout=_DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("contract kept") == 3
