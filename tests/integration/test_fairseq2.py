@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import operator
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 
 import elasticgang as eg
 from elasticgang.gang import gangs as gangs_module
-from tests.support import REPOSITORY
+from tests.support import run_preloaded
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 EXAMPLE = Path(__file__).with_name("fairseq2_example.py")
@@ -234,10 +232,10 @@ def test_who_has_set_no_device_sees_the_gangs_there_are(monkeypatch: pytest.Monk
 
 
 def run(*command: str) -> list[dict[str, Any]]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        environment.pop(name, None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        done = run_preloaded(command, env={"OMP_NUM_THREADS": "1"}, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.replace("}{", "}\n{").split("\n")  # a rank writes its line and the end of it one by one
     return sorted((json.loads(line) for line in lines if line), key=lambda seen: int(seen["root"][0]))
