@@ -15,6 +15,7 @@ from elasticgang.launch.cli import main
 from tests.chaos.test_hangs import LIMIT_S, hung
 from tests.chaos.test_kills import JOB, RECOVERY_S, Fault, alone, at, check, histories
 from tests.chaos.training_scripts import training
+from tests.exhaustive import exhaustive
 from tests.support import Job
 
 __all__ = ["alone"]  # the fixture
@@ -47,18 +48,20 @@ def test_a_rank_is_killed_while_gloo_in_process_carries_the_data(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("factory", "kind", "faults", "recovery_s"),
+    ("factory", "kind", "faults", "ranks", "recovery_s"),
     [
-        ("ProcessGroupGloo", "torchft-gloo", KILLS, RECOVERY_S),
-        pytest.param("ProcessGroupBabyGloo", "torchft-baby-gloo", KILLS[:1], BABY_S),
+        ("ProcessGroupGloo", "torchft-gloo", KILLS, 3, RECOVERY_S),
+        pytest.param("ProcessGroupBabyGloo", "torchft-baby-gloo", KILLS[:1], 3, BABY_S, marks=exhaustive),
+        ("ProcessGroupBabyGloo", "torchft-baby-gloo", KILLS[:1], 2, BABY_S),
     ],
 )
 def test_a_rank_is_killed_while_a_group_of_torchft_carries_the_data(
-    factory: str, kind: str, faults: list[Fault], recovery_s: float, tmp_path: Path, alone: str
+    factory: str, kind: str, faults: list[Fault], ranks: int, recovery_s: float, tmp_path: Path, alone: str
 ) -> None:
-    job = run(tmp_path, faults, "--factory", factory, options=[])
+    """With two ranks the one that is left trains alone, until its group is made anew with one that comes back."""
+    job = run(tmp_path, faults, "--factory", factory, ranks=ranks, options=[])
     check(job, faults, alone, recovery_s=recovery_s)
-    assert group_kinds(tmp_path) == {kind}
+    assert group_kinds(tmp_path) == ({kind} if ranks > 2 else {kind, ""})
 
 
 SILENT = """\
