@@ -24,7 +24,8 @@ from tests.support import wait_until
 STEPS, KILLED_IN = 10, 3
 COME_BACK_S = 150.0  # a guard
 CALLS = ("group", "name", "default", "mesh", "part", "gang")
-WHOLE = 24  # elements: over 4 ranks, and over 3
+WHOLE = 12  # elements: over 3 ranks, and over 2
+SIZE = 3
 
 
 def gathered(part: Tensor, group: Any) -> Tensor:
@@ -103,10 +104,10 @@ def main() -> None:
         with step:
             root = manager.gangs.root
             rank, size = root.rank, root.size
-            if size < 4:
+            if size < SIZE:
                 fewer.touch()
             if killed.exists():
-                wait_for_company(manager, 4)
+                wait_for_company(manager, SIZE)
             if os.environ["LOCAL_RANK"] == "1" and step.index == KILLED_IN and not killed.exists():
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
