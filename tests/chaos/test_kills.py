@@ -263,8 +263,8 @@ def test_gradients_that_comm_processes_share_are_exact_whoever_dies(
 
 def test_the_fork_server_may_die(tmp_path: Path, alone: str) -> None:
     """What it is needed for afterwards waits until another one has imported torch."""
-    faults = [at("body", 1, "forkserver"), soon("step", 0, "comm"), at("step", 2)]
-    check(run(tmp_path, faults), faults, alone, recovery_s=60.0)
+    faults = [at("body", 1, "forkserver"), soon("step", 0, "comm"), at("step", 1)]
+    check(run(tmp_path, faults, ranks=2), faults, alone, recovery_s=60.0)
 
 
 def test_data_workers_may_die_and_so_may_their_ranks(tmp_path: Path, alone: str) -> None:
