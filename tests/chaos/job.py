@@ -9,8 +9,8 @@ the same effect.
     rank    the local rank that gets there; null for whichever does first
     kill    "self" (the default), "raise" (OSError), "comm" (its comm process), "standby", "comms" (all comm processes
             of all ranks), "forkserver", "agent", or a list of local ranks;
-            to stand still for ever: "stop" (SIGSTOP), "stop-comm", "stop-all" (both), "lock", "gil"; or for the seconds
-            of `for`: "busy", "paused";
+            to stand still for ever: "stop" (SIGSTOP), "stop-comm", "stop-all" (both), "lock", "gil" (it keeps a core
+            busy), "gil-asleep"; or for the seconds of `for`: "busy", "paused";
             to go: "drain" (SIGTERM to itself), "leave" (`manager.leave()`);
             "see-off": to wait until those that were told to go are gone, and their agent knows;
             "await-next": to wait until the fault after it has happened
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import errno
 import functools
 import hashlib
@@ -220,6 +221,8 @@ class Faults:
                 threading.Semaphore(0).acquire()
             case "gil":
                 re.match("(a+)+$", "a" * 64 + "b")  # years, and it never lets go
+            case "gil-asleep":
+                ctypes.PyDLL(None).sleep(10**6)  # as some call of a library that does not let go of it either
             case "busy":
                 time.sleep(seconds)
             case "paused":
