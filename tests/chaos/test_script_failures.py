@@ -380,7 +380,9 @@ def test_a_rank_that_raises_and_does_not_exit_has_failed_when_it_is_killed(tmp_p
     setup = """import threading"""
     body = """if rank == 1 and step.index == 5:
                     threading.Thread(target=time.sleep, args=(600,)).start()
-                    raise ValueError("and a thread is left")"""
+                    raise ValueError("and a thread is left")
+                if step.index > 5:  # until the other one is killed
+                    time.sleep(0.05)"""
     path = training(tmp_path, steps=10**9, setup=setup, body=body)
     with Job(tmp_path, path, ranks=2, options=["--max-restarts", "0"]) as job:
         assert job.wait() == 1
