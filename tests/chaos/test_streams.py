@@ -26,16 +26,18 @@ EVERY = 10
 pytestmark = pytest.mark.timeout(300)  # several jobs, one after another
 
 
-def run(directory: Path, ranks: int, faults: list[Fault], every: int = 0, workers: int = 0) -> Job:
-    arguments = [str(directory), str(NUM_STEPS), json.dumps(faults), str(every), str(workers)]
+def run(
+    directory: Path, ranks: int, faults: list[Fault], every: int = 0, workers: int = 0, steps: int = NUM_STEPS
+) -> Job:
+    arguments = [str(directory), str(steps), json.dumps(faults), str(every), str(workers)]
     return Job(directory, JOB, *arguments, ranks=ranks)
 
 
-def expected_samples() -> Iterator[Counter[int]]:
+def expected_samples(steps: int) -> Iterator[Counter[int]]:
     """Of each step, from the definition: slot j of step t reads from split j or j + 4, which has 3 samples a pass."""
     num_slots = SIZE // SLOT
     places = [0] * NUM_SPLITS
-    for step in range(NUM_STEPS):
+    for step in range(steps):
         samples: Counter[int] = Counter()
         for slot in range(num_slots):
             split = slot + num_slots * (step % 2)
@@ -45,7 +47,7 @@ def expected_samples() -> Iterator[Counter[int]]:
         yield samples
 
 
-def check(directory: Path) -> set[str]:
+def check(directory: Path, steps: int = NUM_STEPS) -> set[str]:
     """The committed steps have had each sample once in each pass. Returns the digests that the ranks ended with."""
     prepared: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     committed: defaultdict[int, set[int]] = defaultdict(set)
@@ -57,13 +59,13 @@ def check(directory: Path) -> set[str]:
             committed[line["step"]].add(line["generation"])
         else:
             digests.add(line["digest"])
-    assert sorted(committed) == list(range(NUM_STEPS))
+    assert sorted(committed) == list(range(steps))
     whole: Counter[int] = Counter()
-    for step, expected in enumerate(expected_samples()):
+    for step, expected in enumerate(expected_samples(steps)):
         (generation,) = committed[step]
         assert prepared[step, generation] == expected, f"step {step}"
         whole.update(expected)
-    assert whole == dict.fromkeys(range(NUM_SAMPLES), NUM_STEPS * SIZE // NUM_SAMPLES)
+    assert whole == dict.fromkeys(range(NUM_SAMPLES), steps * SIZE // NUM_SAMPLES)
     return digests
 
 
@@ -114,13 +116,14 @@ def test_a_job_goes_on_in_its_streams_with_other_ranks(tmp_path: Path) -> None:
 # STREAMREADER-2
 def test_states_of_megabytes_move_with_their_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are exchanged, healed and saved: 12 MB of them."""
+    steps = 12
     monkeypatch.setenv("STREAM_JOB_PADDING", str(3_000_000))
-    with run(tmp_path, 3, [at("body", 1), at("forward", 0, "workers")], EVERY, workers=1) as job:
+    with run(tmp_path, 3, [at("body", 1), at("forward", 0, "workers")], EVERY, workers=1, steps=steps) as job:
         assert job.wait() == 0, job.stderr
         assert [event for event in job.events() if event["event"] == "healed"]
-    assert len(check(tmp_path)) == 1
+    assert len(check(tmp_path, steps)) == 1
     (newest, *_) = listing.scan(storage_at(tmp_path / "checkpoints"))
-    assert newest.attempt.step == NUM_STEPS
+    assert newest.attempt.step == steps
 
 
 @pytest.mark.parametrize("workers", [0, 1])
