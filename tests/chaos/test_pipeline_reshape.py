@@ -6,8 +6,6 @@ import contextlib
 import itertools
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from safetensors.torch import load_file
 
+from elasticgang.launch.cli import main
 from tests.chaos.reshaping import HeldJob, loads
 from tests.chaos.resumed_sharded_job import assembled
 from tests.chaos.several import SLOW_S
@@ -201,9 +200,7 @@ def check_export(directory: Path) -> None:
     """One whole model, by its own names."""
     wanted, _ = alone()
     output = directory / "weights.safetensors"
-    command = [sys.executable, "-m", "elasticgang", "export", str(directory / "checkpoints"), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SLOW_S, check=False)
-    assert done.returncode == 0, done.stderr
+    assert main(["export", str(directory / "checkpoints"), str(output)]) == 0
     weights = load_file(output)
     parameters = {name: values for name, values in wanted.items() if ":" not in name}
     buffers = {"bias", *(f"blocks.{number}.scale" for number in range(4))}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,7 @@ from safetensors.torch import load_file
 
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.locations import storage_at
+from elasticgang.launch.cli import main
 from tests.chaos.resumed_sharded_job import Model, assembled
 from tests.chaos.test_checkpoints import kill_whole, newest
 from tests.exhaustive import exhaustive
@@ -114,9 +113,7 @@ def check_export(directory: Path) -> None:
     assert newest(directory) == STEPS
     wanted, _ = alone()
     output = directory / "weights.safetensors"
-    command = [sys.executable, "-m", "elasticgang", "export", str(directory / "checkpoints"), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    assert main(["export", str(directory / "checkpoints"), str(output)]) == 0
     weights: dict[str, Any] = load_file(output)
     model = Model()
     model.load_state_dict(weights)
