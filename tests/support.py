@@ -233,7 +233,7 @@ def can_be_forked(prefix: Sequence[str], program: Sequence[str]) -> bool:
     for outer in (IN_NAMESPACE, CONTAINED):
         if words[: len(outer)] == outer:
             words = words[len(outer) + 1 :]  # and the name that follows
-    return tuple(program) == PROGRAM and words in ((), (NOHUP,))
+    return program[0] == "-m" and words in ((), (NOHUP,))
 
 
 class Job(Command):

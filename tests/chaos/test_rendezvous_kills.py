@@ -15,19 +15,9 @@ LARGE = EAGER_SIZE + 2  # the ranks of such a group ask for the keys of some oth
 
 pytestmark = pytest.mark.timeout(600)
 
-# The command line, in a process that gets SIGKILL when it reaches a place and a file is there.
-_KILLED = """\
-import pathlib
-from elasticgang import testing
-from elasticgang.launch.cli import main
-armed = pathlib.Path({armed!r})
-testing.fail_at({place!r}, lambda: armed.exists() and testing.kill_this_process())
-raise SystemExit(main())
-"""
-
 
 def killed_at(place: str, armed: Path) -> list[str]:
-    return ["-c", _KILLED.format(place=place, armed=str(armed))]
+    return ["-m", "tests.chaos.killed_command", place, str(armed)]
 
 
 def has(job: Job, event: str, **fields: object) -> bool:
