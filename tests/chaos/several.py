@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.chaos.test_kills import JOB, check_samples, histories
-from tests.support import Command, Job, is_alive, kill, reserved_port, run_preloaded, wait_until
+from tests.support import Command, Job, can_be_forked, is_alive, kill, reserved_port, run_preloaded, wait_until
 
 NUM_STEPS = 30
 SLOW_S = 240.0  # processes import torch; a guard, as `support.DEADLINE_S`
@@ -38,7 +38,7 @@ class Coordinator(Command):
         options = ["--state-dir", str(directory / "state")] if state else []
         options += credentials
         command = [*prefix, sys.executable, *program, "coordinator", "--host", host, "--port", str(port)]
-        super().__init__(directory, [*command, *options])
+        super().__init__(directory, [*command, *options], preloaded=can_be_forked(prefix, program))
 
     @functools.cached_property
     def address(self) -> str:
