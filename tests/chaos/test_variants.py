@@ -17,6 +17,7 @@ import pytest
 
 from tests.chaos.test_kills import at, histories
 from tests.chaos.variants_job import OPTIMIZERS
+from tests.exhaustive import exhaustive
 from tests.support import REPOSITORY, Job, run_preloaded
 
 JOB = REPOSITORY / "tests" / "chaos" / "variants_job.py"
@@ -25,6 +26,7 @@ TOLERANCE = 1e-9  # of sums of doubles in another order, over 12 steps
 FAULTS = [at("body", 1), at("totals_received", 2), at("votes_received", 0), at("applied", 1)]
 WHOLE = [name for name in OPTIMIZERS if name != "sgd"]  # `test_kills.py` has momentum
 SHARDED = [name for name in OPTIMIZERS if "adafactor" not in name]  # torch's Adafactor does not take DTensors
+EXHAUSTIVELY = ["sgd", "adamw"]  # of those: other cases have these optimizers with a scale, fused and by `foreach`
 
 Lines = list[list[dict[str, Any]]]
 Values = dict[str, list[float]]
@@ -70,7 +72,13 @@ def whole(found: Lines, num_parts: int) -> Values:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("sdp", "optimizer"), [*((0, name) for name in WHOLE), *((2, name) for name in SHARDED)], ids=str
+    ("sdp", "optimizer"),
+    [
+        *((0, name) for name in WHOLE),
+        *((2, name) for name in SHARDED if name not in EXHAUSTIVELY),
+        *(pytest.param(2, name, marks=exhaustive) for name in EXHAUSTIVELY),
+    ],
+    ids=str,
 )
 def test_kills_leave_no_trace_in_any_kind_of_state(sdp: int, optimizer: str, tmp_path: Path) -> None:
     script = [*options(tmp_path, optimizer), "--sdp", str(sdp), "--faults", json.dumps(FAULTS)]
