@@ -129,7 +129,7 @@ def test_parts_of_a_model_end_in_the_bits_of_one_replica_group(name: str, tmp_pa
     assert parts_of(tmp_path / "two", layout, 2, unit, kills, *reproducible, steps=steps) == alone
     if name != "stages of split layers":
         assert parts_of(tmp_path / "three", layout, 3, unit, [], *reproducible, steps=steps) == alone
-        assert parts_of(tmp_path / "plain", layout, 3, unit, [], steps=steps) != alone
+        assert parts_of(tmp_path / "plain", layout, 2, unit, [], steps=steps) != alone
 
 
 # SCATTER-1
