@@ -24,8 +24,8 @@ ONE_IN_THE_LAST = [at("votes_received", 0, step=steps_for([{}]) - 1)]
 Scenario = tuple[Sizes, list[dict[str, Any]]]
 
 SCENARIOS: dict[str, Scenario] = {
-    "eight ranks in pairs, without a spare": (
-        Sizes(active=8, tp=2),
+    "six ranks in pairs, without a spare": (
+        Sizes(active=6, tp=2),
         [at("forward", 3, without=True), at("votes_received", 0), BACK],
     ),
     "stages, and a spare": (
@@ -122,13 +122,13 @@ def test_a_kill_leaves_no_trace_in_the_result(name: str, jobs: dict[str, Future[
 def test_without_a_spare_a_pair_is_given_up_until_the_next_join_fills_the_hole(
     jobs: dict[str, Future[Job]],
 ) -> None:
-    job = jobs["eight ranks in pairs, without a spare"].result()
+    job = jobs["six ranks in pairs, without a spare"].result()
     counts = [
         (event["active"] + event["learner"], event["spare"]) for event in job.events() if event["event"] == "generation"
     ]
-    assert counts[:3] == [(8, 0), (6, 1), (8, 0)]
+    assert counts[:3] == [(6, 0), (4, 1), (6, 0)]
     (reason, *_) = [event["reason"] for event in job.events() if event["event"] == "spare"]
-    assert reason.startswith("6 ranks fill 3 replica groups of 2; it takes the seat of one that is lost")
+    assert reason.startswith("4 ranks fill 2 replica groups of 2; it takes the seat of one that is lost")
 
 
 def test_what_is_left_of_two_pairs_makes_one_and_nobody_heals(tmp_path: Path, reference: Reference) -> None:
