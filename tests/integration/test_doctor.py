@@ -18,6 +18,7 @@ from elasticgang.doctor import facts
 from elasticgang.doctor.verdicts import Disk, Job
 from elasticgang.environment import RUN_DIR
 from elasticgang.launch.arguments import COORDINATOR_PORT
+from tests import support
 from tests.support import without_network
 
 DOCTOR = [sys.executable, "-m", "elasticgang", "doctor"]
@@ -73,22 +74,18 @@ def test_the_report_for_people_has_the_same_levels() -> None:
     assert levels <= {"ok", "warning", "n/a"}
 
 
-def test_too_few_open_files_and_a_coordinator_that_refuses_are_errors() -> None:
+def test_too_few_files_that_cannot_be_written_and_a_coordinator_that_refuses_are_errors(tmp_path: Path) -> None:
+    """No file, and no memfd, may have a byte: as on a full disk, but for this process alone."""
     with socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{refusing.getsockname()[1]}"
-        code, found = report([*limited("-n 64"), "--coordinator", address])
+        options = ["--coordinator", address, "--checkpoint-dir", str(tmp_path)]
+        code, found = report([*limited("-n 64 && ulimit -f 0"), *options], TMPDIR=str(tmp_path))
     assert code == 1
     assert found["open files"]["level"] == found["coordinator"]["level"] == "error"
     assert found["open files"]["text"].startswith("64; 8 ranks here of 8 need ")
     assert "--ulimit nofile=" in found["open files"]["mend"]
     assert found["coordinator"]["text"] == f"{address}: Connection refused"
-
-
-def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    """As on a full disk, but for this process alone: no file, and no memfd, may have a byte."""
-    code, found = report([*limited("-f 0"), "--checkpoint-dir", str(tmp_path)], TMPDIR=str(tmp_path))
-    assert code == 1
     for check, level in (("TMPDIR", "warning"), ("run directory", "warning"), ("checkpoints", "error")):
         assert found[check]["level"] == level, check
         assert found[check]["text"].startswith(f"{tmp_path}: File too large")
@@ -188,21 +185,20 @@ for step in manager.steps(20):
                 model(torch.ones(2, 2)).sum().backward()
         num_steps += optim.step(weight=slots.num_samples)
         if num_steps == 10 and manager.is_leader:  # the others wait for it in the next step
-            agent = psutil.Process(int(sys.argv[1]))
+            agent = psutil.Process(os.getppid())
             found = {}
             for each in (agent, *agent.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):  # it has just ended
                     found[str(each.pid)] = each.num_fds()
-            pathlib.Path(sys.argv[2]).write_text(json.dumps(found))
+            pathlib.Path(sys.argv[1]).write_text(json.dumps(found))
 """
 
 
 def test_a_job_opens_no_more_files_than_the_doctor_counts(tmp_path: Path) -> None:
     script, counts = tmp_path / "script.py", tmp_path / "counts.json"
     script.write_text(COUNTING)
-    agent = ["sh", "-c", 'exec "$@" "$$" "$0"', str(counts)]
-    done = run([*agent, sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "3", str(script)])
-    assert done.returncode == 0, done.stderr
+    with support.Job(tmp_path, script, str(counts), ranks=3) as job:
+        assert job.wait(DEADLINE_S) == 0, job.stderr
     found = json.loads(counts.read_text())
     assert len(found) >= 1 + 2 * 3
     assert 30 < max(found.values()) <= Job(3, 3).num_files - 256  # without those of the script
