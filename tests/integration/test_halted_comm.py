@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,7 +24,8 @@ from elasticgang.process.forkserver import ForkServer
 from elasticgang.process.stop_fence import is_halted
 from tests.integration.comm_calls import GUARD_S, settle, start_sum, started_comm
 from tests.integration.conftest import Worlds
-from tests.support import REPOSITORY, wait_dead, wait_until
+from tests.preloaded import PreloadedProcess
+from tests.support import environment, wait_dead, wait_until
 
 NEVER_S = 600.0
 ERROR = PeerLostError("rank 1 died")
@@ -189,9 +191,13 @@ time.sleep(600)
 
 
 # STOP-4
-def test_a_halted_process_dies_with_its_parent_though_the_fork_server_dies_first(pidfds: list[int]) -> None:
+def test_a_halted_process_dies_with_its_parent_though_the_fork_server_dies_first(
+    pidfds: list[int], tmp_path: Path
+) -> None:
     """Nobody is left to kill its process group, and it cannot notice anything."""
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, cwd=REPOSITORY, text=True)
+    (script := tmp_path / "owner.py").write_text(_OWNER)
+    command = [sys.executable, str(script)]
+    owner = PreloadedProcess(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment(), text=True)
     try:
         assert owner.stdout is not None
         comm, server = json.loads(owner.stdout.readline())
