@@ -11,7 +11,12 @@ from pathlib import Path
 from elasticgang import testing
 from elasticgang.launch.cli import main
 
+
+def kill_if_armed() -> None:
+    if Path(sys.argv[2]).exists():
+        testing.kill_this_process()
+
+
 if __name__ == "__main__":
-    place, armed = sys.argv[1], Path(sys.argv[2])
-    testing.fail_at(place, lambda: armed.exists() and testing.kill_this_process())
+    testing.fail_at(sys.argv[1], kill_if_armed)
     sys.exit(main(sys.argv[3:]))
