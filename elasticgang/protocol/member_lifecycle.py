@@ -387,7 +387,8 @@ class MemberLifecycle:
             yield do.Poison(PeerLostError(f"an exception has left the vote on step {step.attempt.step - 1}"))
         if error is None and not step.has_voted and not was_over:
             raise InvalidOperationError(
-                f"step {step.attempt.step - 1} ended without `optim.step`, so that nothing can commit it"
+                f"step {step.attempt.step - 1} ended without `optim.step` of an `elasticgang.Optimizer`, so that "
+                "nothing can commit it"
             )
         if drops_error and isinstance(error, GangError) and not was_over:
             yield do.Poison(error)

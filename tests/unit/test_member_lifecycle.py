@@ -430,7 +430,9 @@ def test_misuse_is_refused() -> None:
         driver.run(driver.lifecycle.commit(1.0, measures=False))
     driver.run(driver.lifecycle.end(None))
     driver.begin()
-    with pytest.raises(InvalidOperationError, match=r"step 0 ended without `optim\.step`"):
+    with pytest.raises(
+        InvalidOperationError, match=r"step 0 ended without `optim\.step` of an `elasticgang\.Optimizer`"
+    ):
         driver.run(driver.lifecycle.end(None))
 
 
