@@ -69,7 +69,7 @@ def test_plain_sums_of_these_gradients_depend_on_sdp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--optimizer", "sgd"), ("--policy", "bfloat16"), ("--repeats",)], ids=lambda given: given[-1]
+    "options", [("--policy", "bfloat16"), ("--optimizer", "sgd", "--repeats")], ids=["bfloat16", "sgd, and repeats"]
 )
 def test_sgd_and_forwards_in_bfloat16_and_layers_that_are_called_twice(
     options: tuple[str, ...], tmp_path: Path
