@@ -205,14 +205,12 @@ def run_preloaded(
     *,
     env: dict[str, str] | None = None,
     timeout: float = DEADLINE_S,
-    imports: Sequence[str] = (),
     ends_at_once: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` of a Python command that imports torch, in the repository. `env`: in addition. `imports` and
-    `ends_at_once`: see `PreloadedProcess`."""
+    """`subprocess.run` of a Python command that imports torch, in the repository. `env`: in addition. `ends_at_once`:
+    see `PreloadedProcess`."""
     with PreloadedProcess(
         command,
-        imports=imports,
         ends_at_once=ends_at_once,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -1,14 +1,16 @@
 """Runs a program as some ranks with torchrun's environment, but by forks: they need not import torch.
 
-    python -m tests.integration.forked_ranks SIZE SCRIPT [ARGUMENTS]
-    python -m tests.integration.forked_ranks SIZE -m MODULE [ARGUMENTS]
+    python -m tests.integration.forked_ranks [--train] SIZE SCRIPT [ARGUMENTS]
+    python -m tests.integration.forked_ranks [--train] SIZE -m MODULE [ARGUMENTS]
 
-Exit code: the first one of a rank that is not 0.
+`--train`: also import once what the first step of an optimizer imports. Exit code: the first one of a rank that is not
+0.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import runpy
 import socket
@@ -21,8 +23,6 @@ from torch._C._distributed_c10d import TCPStore
 
 import elasticgang.gang  # noqa: F401  # what the ranks would import otherwise
 from tests.preloaded import offer_fork_server
-
-TRAINING = ("torch._dynamo",)  # what the first step of an optimizer imports: once, for commands whose ranks train
 
 
 def fork_ranks(size: int, function: Callable[[int, int], int]) -> int:
@@ -79,6 +79,9 @@ def _run(program: Sequence[str]) -> int:
 
 def main() -> int:
     size, *program = sys.argv[1:]
+    if size == "--train":
+        importlib.import_module("torch._dynamo")
+        size, *program = program
     return fork_ranks(int(size), lambda rank, port: _run(program))
 
 

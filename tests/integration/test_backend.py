@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.integration.forked_ranks import TRAINING
 from tests.support import run_preloaded
 
 FORMS = (
@@ -20,9 +19,9 @@ pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)
 
 def results(backend: str) -> list[dict[str, Any]]:
     """Of each rank, by form."""
-    launcher = [sys.executable, "-m", "tests.integration.forked_ranks", "4"]
+    launcher = [sys.executable, "-m", "tests.integration.forked_ranks", "--train", "4"]
     command = [*launcher, "tests/integration/backend_ranks.py", "--backend", backend]
-    done = run_preloaded(command, timeout=DEADLINE_S, imports=TRAINING)
+    done = run_preloaded(command, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.forked_ranks import TRAINING
 from tests.integration.hook_ranks import HOOKS
 from tests.support import run_preloaded
 
@@ -34,9 +33,8 @@ Found = list[dict[str, dict[str, Any]]]
 
 def results(*arguments: str) -> Found:
     """Of each rank, by kind of group and hook."""
-    launcher = [sys.executable, "-m", "tests.integration.forked_ranks", str(SIZE)]
-    command = [*launcher, "tests/integration/hook_ranks.py", *arguments]
-    done = run_preloaded(command, timeout=DEADLINE_S, imports=TRAINING)
+    launcher = [sys.executable, "-m", "tests.integration.forked_ranks", "--train", str(SIZE)]
+    done = run_preloaded([*launcher, "tests/integration/hook_ranks.py", *arguments], timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     found: Found = json.loads(line.removeprefix("RESULT "))

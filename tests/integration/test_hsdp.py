@@ -7,14 +7,13 @@ import sys
 
 import pytest
 
-from tests.integration.forked_ranks import TRAINING
 from tests.support import run_preloaded
 
 RECIPE = "tests/integration/hsdp_recipe.py"
 MESH = "tests/integration/mesh_ranks.py"
 LAUNCHERS = {
     "none": [sys.executable],
-    "torchrun": [sys.executable, "-m", "tests.integration.forked_ranks", "4"],
+    "torchrun": [sys.executable, "-m", "tests.integration.forked_ranks", "--train", "4"],
     "elasticgang": [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "4"],
 }
 DEADLINE_S = 120
@@ -22,7 +21,7 @@ DEADLINE_S = 120
 
 def run(launcher: str, script: str, *arguments: str) -> str:
     command = [*LAUNCHERS[launcher], script, "--launcher", launcher, *arguments]
-    done = run_preloaded(command, timeout=DEADLINE_S, imports=TRAINING)
+    done = run_preloaded(command, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -17,7 +17,6 @@ from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.manager import QuorumManager
 from elasticgang.state.dtensor import local_gradient
 from elasticgang.state.snapshot_server import SnapshotServer
-from tests.integration.forked_ranks import TRAINING
 from tests.support import run_preloaded
 
 SIZE = 2
@@ -27,9 +26,8 @@ PLAIN = 3.0
 
 
 def test_every_rank_clips_by_the_norm_of_all_parts() -> None:
-    command = [sys.executable, "-m", "tests.integration.forked_ranks", str(SIZE)]
-    command += ["-m", "tests.integration.test_norm_over_a_mesh"]
-    done = run_preloaded(command, timeout=DEADLINE_S, imports=TRAINING)
+    command = [sys.executable, "-m", "tests.integration.forked_ranks", "--train", str(SIZE)]
+    done = run_preloaded([*command, "-m", "tests.integration.test_norm_over_a_mesh"], timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("clipped alike") == SIZE
 
