@@ -1,15 +1,17 @@
-"""How the work of one decision grows with the number of agents."""
+"""How the work of one change of the generation grows with the number of agents."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import pytest
 
-from elasticgang.protocol.next_record import next_record
 from elasticgang.protocol.record import Record, Report
-from tests.unit.proposals import member, report, trained
+from elasticgang.protocol.rendezvous_keys import Asked, Key, KeyExchange
+from scripts.benches.scale import Job
+from tests.unit.proposals import agreed, member, report, trained
 
 SETTINGS = (("number of steps", "10"),)
 
@@ -24,7 +26,7 @@ def change(num_agents: int) -> tuple[Record, list[Report]]:
     return record, [*reports, restarted]
 
 
-def num_calls(record: Record, reports: list[Report]) -> int:
+def num_calls(function: Callable[[], object]) -> int:
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -34,19 +36,57 @@ def num_calls(record: Record, reports: list[Report]) -> int:
     former = sys.getprofile()
     sys.setprofile(count)
     try:
-        answer = next_record(record, reports)
+        function()
     finally:
         sys.setprofile(former)
-    assert isinstance(answer, Record)
     return calls
 
 
+def check_growth(at: Callable[[int], Callable[[], object]]) -> None:
+    """Of what `at` gives for a number of agents."""
+    calls = [num_calls(at(num_agents)) for num_agents in (60, 240)]
+    assert calls[1] < 5 * calls[0], calls
+
+
 @pytest.mark.parametrize("joins", [False, True])
-def test_four_times_as_many_agents_cost_about_four_times_as_much(joins: bool) -> None:
-    calls = []
-    for size in (60, 240):
-        record, reports = change(size)
+def test_the_work_of_a_decision_grows_with_the_number_of_agents_alone(joins: bool) -> None:
+    def decision(num_agents: int) -> Callable[[], object]:
+        record, reports = change(num_agents)
         if joins:
             reports.append(report("newcomer-", member("newcomer-0"), seen=record, settings=SETTINGS))
-        calls.append(num_calls(record, reports))
-    assert calls[1] < 5 * calls[0], calls
+        return lambda: agreed(record, *reports)
+
+    check_growth(decision)
+
+
+def test_the_work_of_the_coordinator_grows_with_the_number_of_agents_alone() -> None:
+    """From the loss of a rank to the push of the next record, with all reports."""
+
+    def loss(num_agents: int) -> Callable[[], object]:
+        job = Job(num_agents, 2)
+        job.found()
+        job.lose(0)
+        job.restart(0)
+        return lambda: job.lose(1)
+
+    check_growth(loss)
+
+
+# KEYS-ASKED
+def test_the_work_of_exchanging_keys_grows_with_the_number_of_agents_alone() -> None:
+    """Each asks for the keys of four others."""
+
+    def exchange(num_agents: int) -> Callable[[], object]:
+        keys: KeyExchange[int] = KeyExchange("p")
+        asked = [
+            Asked("g", tuple(str((agent + by) % num_agents) for by in (-2, -1, 1, 2))) for agent in range(num_agents)
+        ]
+
+        def take_all() -> None:
+            for agent in range(num_agents):
+                keys.take(agent, (), [Key("g", str(agent), "value")], [asked[agent]])
+            assert not keys.awaited()
+
+        return take_all
+
+    check_growth(exchange)
