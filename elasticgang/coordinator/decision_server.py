@@ -40,16 +40,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticgang.coordinator.job_keys import JobKeys
+from elasticgang.coordinator.peer_outbox import PeerOutbox
 from elasticgang.coordinator.push_payloads import PushPayloads
 from elasticgang.coordinator.state_directory import Kept, StateDirectory
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.coordinator_messages import (
     JOB_TIMEOUTS,
     AgentExited,
+    Broadcast,
     CloseSession,
     CoordinatorEvent,
+    CoordinatorInstruction,
     CoordinatorMessage,
     Granted,
+    HeartbeatAnswer,
     Hello,
     Notice,
     OfficeGranted,
@@ -58,11 +62,13 @@ from elasticgang.protocol.coordinator_messages import (
     Push,
     Received,
     Refused,
+    RequestDecision,
     Send,
     SessionClosed,
     Term,
     Ticked,
     Timeouts,
+    Welcome,
 )
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import PROTOCOL, Record
@@ -81,6 +87,7 @@ _PROBE_S = 1.0
 MAX_JOBS = 1024
 MAX_ENDED = 16384
 _MAX_EARLY = 64
+_OF_ONE_SESSION = (Welcome, RequestDecision, HeartbeatAnswer)
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
 
 
@@ -99,6 +106,7 @@ class _Job:
     probes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     awaited: str = ""  # why it waits for the operator's word: logged once
     keys: JobKeys = field(init=False)
+    peers: PeerOutbox = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = JobKeys(self.state, self._send_keys)
@@ -261,7 +269,7 @@ class CoordinatorServer:
         job, number = found
         message = decode_from_agent(payload)
         if isinstance(message, RendezvousKeys):
-            job.keys.receive(number, message)
+            job.keys.exchange_keys(number, message)
             return
         if isinstance(message, Hello):
             known = job.state.record
@@ -337,7 +345,9 @@ class CoordinatorServer:
         )
         if name in self._ended:
             state.finished, state.unrecoverable = self._ended.pop(name)
-        return _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
+        job = _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
+        job.peers = PeerOutbox(lambda: asyncio.get_running_loop().call_soon(self._end_turn, job))
+        return job
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
@@ -426,10 +436,18 @@ class CoordinatorServer:
     def _handle(self, job: _Job, event: CoordinatorEvent) -> None:
         """Handle `event`. An event that arises while an instruction is executed is queued (SERVE-ORDER)."""
         job.events.append(event)
-        if job.is_busy:
-            return
+        if not job.is_busy:
+            self._work(job)
+
+    def _end_turn(self, job: _Job) -> None:
+        """SERVE-PEERS"""
+        if not self._has_failed:
+            self._work(job, self._send_peers)
+
+    def _work(self, job: _Job, begin: Callable[[_Job], None] = lambda job: None) -> None:
         job.is_busy = True
         try:
+            begin(job)
             while job.events and not self._has_failed:
                 self._carry_out(job, job.state.handle(job.events.popleft(), time.monotonic()))
             job.keys.drop_former()
@@ -443,27 +461,16 @@ class CoordinatorServer:
             self._has_failed = True
             self._fail(error)
 
-    def _carry_out(self, job: _Job, instructions: list[Send | Persist | CloseSession]) -> None:
+    def _carry_out(self, job: _Job, instructions: list[CoordinatorInstruction]) -> None:
         payloads: dict[int, Payload] = {}  # a message to several sessions is encoded and hashed once
         for instruction in instructions:
             match instruction:
                 case Send(number, message):
-                    connection = job.connections.get(number)
-                    if connection is None:
-                        continue
-                    try:
-                        if isinstance(message, Push):
-                            payload = job.pushes.payload(message, job.known.get(number))
-                        elif id(message) in payloads:
-                            payload = payloads[id(message)]
-                        else:
-                            payload = payloads[id(message)] = Payload(encode(message))
-                        connection.send(payload)
-                    except WireError as error:
-                        self._close_over_limit(job, connection, message, str(error))
-                        continue
-                    if isinstance(message, Push):
-                        job.known[number] = message.decision.record
+                    if not isinstance(message, _OF_ONE_SESSION):
+                        self._send_peers(job)
+                    self._send(job, number, message, payloads)
+                case Broadcast():
+                    job.peers.add(instruction)
                 case Persist():
                     job.num_writes += 1
                     self._keep(self._persist(job, instruction))
@@ -472,6 +479,34 @@ class CoordinatorServer:
                     if connection is not None:
                         job.closings.note(connection.peer.rsplit(":", 1)[0], reason)
                         connection.close()
+
+    def _send_peers(self, job: _Job) -> None:
+        """SERVE-PEERS"""
+        messages, source = job.peers.take()
+        payloads: dict[int, Payload] = {}
+        for message in messages:
+            for number in list(job.state.sessions):
+                if number != source:
+                    self._send(job, number, message, payloads)
+
+    def _send(self, job: _Job, number: int, message: CoordinatorMessage, payloads: dict[int, Payload]) -> None:
+        """`payloads`: of messages that the caller holds, by their ids."""
+        connection = job.connections.get(number)
+        if connection is None:
+            return
+        try:
+            if isinstance(message, Push):
+                payload = job.pushes.payload(message, job.known.get(number))
+            elif id(message) in payloads:
+                payload = payloads[id(message)]
+            else:
+                payload = payloads[id(message)] = Payload(encode(message))
+            connection.send(payload)
+        except WireError as error:
+            self._close_over_limit(job, connection, message, str(error))
+            return
+        if isinstance(message, Push):
+            job.known[number] = message.decision.record
 
     def _keep(self, write: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(write)

@@ -29,7 +29,7 @@ class JobKeys:
         self._outbox: dict[int, list[Key]] = defaultdict(list)
         self._flushing: asyncio.Handle | None = None
 
-    def receive(self, session: int, message: RendezvousKeys) -> None:
+    def exchange_keys(self, session: int, message: RendezvousKeys) -> None:
         """Keys of another generation are dropped: they may have been sent before its end was known.
 
         Raises:

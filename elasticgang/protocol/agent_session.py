@@ -52,6 +52,7 @@ from elasticgang.protocol.coordinator_messages import (
     Notice,
     Notify,
     PeerMessage,
+    PeerMessages,
     Promise,
     Push,
     Ready,
@@ -282,7 +283,9 @@ class AgentSession:
                 return [Inform(agent_events.Finished())]
             case Notice("undecided", reason):
                 return [Inform(message), Inform(agent_events.RecordAnswered(Undecided(reason)))]
-            case PeerMessage() | Notice():
+            case PeerMessages(messages):
+                return [Inform(each) for each in messages if each.agent != self.agent]
+            case Notice():
                 return [Inform(message)]
             case Evicted(reason):
                 return self._end(f"evicted: {reason}")

@@ -188,6 +188,13 @@ class PeerMessage:
     agent: str = ""
 
 
+@value(frozen=True)
+class PeerMessages:
+    """What agents have told all others, in order. An agent finds its own messages too, and ignores them."""
+
+    messages: tuple[PeerMessage, ...]
+
+
 AgentMessage = (
     Hello
     | Promise
@@ -304,7 +311,7 @@ CoordinatorMessage = (
     | EndGeneration
     | JoinNotice
     | Finished
-    | PeerMessage
+    | PeerMessages
     | Notice
     | Evicted
     | Refused
@@ -363,6 +370,14 @@ class Send:
 
 
 @value(frozen=True)
+class Broadcast:
+    """Send `message` to all sessions but `source`, before any later message that is not for one session alone."""
+
+    message: PeerMessage
+    source: int
+
+
+@value(frozen=True)
 class Persist:
     """Write to the state directory and fsync; then bring `Persisted`, if there is a decision. `finished`: the job has
     finished. `addresses`: of the coordinators that have used the directory since the decision (MOVED). `own`: the
@@ -381,7 +396,7 @@ class CloseSession:
     reason: str
 
 
-CoordinatorInstruction = Send | Persist | CloseSession
+CoordinatorInstruction = Send | Broadcast | Persist | CloseSession
 
 
 # -- events and instructions of the agent's session

@@ -66,6 +66,7 @@ from elasticgang.protocol.coordinator_messages import (
     Accepted,
     AgentExited,
     AgentMessage,
+    Broadcast,
     CloseSession,
     CoordinatorEvent,
     CoordinatorInstruction,
@@ -342,7 +343,7 @@ class CoordinatorState:
                 self._left.add(session.agent)
                 return self._exit(session.agent, f"agent {session.agent} ends: {reason}", has_left=True)
             case PeerMessage(topic, data):
-                return self._broadcast(PeerMessage(topic, data, session.agent), number)
+                return [Broadcast(PeerMessage(topic, data, session.agent), number)]
 
     def _hear(self, number: int) -> bool:
         """UNACCEPTED: False if it owes an acceptance."""

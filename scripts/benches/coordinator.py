@@ -9,6 +9,8 @@ is lost, and joins again, again and again. Prints one JSON line per figure:
   change_cpu_ms       of the coordinator for one lost rank: p50, max (in steps of 10 ms)
   sent_bytes          by the coordinator to each agent for one lost rank: mean
   first_sent_bytes    for the first one, after which all learners are active
+  peers_ms            all agents tell all others something at once, as when a rank hangs: until the last has all of it
+  peers_cpu_ms        of the coordinator for that
   heartbeat_cpu       of the coordinator while nothing happens, in percent of a core
 
 With `--tls` there is a second coordinator with agents of its own, which speak TLS. The changes take turns, each figure
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -48,6 +51,7 @@ from elasticgang.protocol.coordinator_messages import (
     EndGeneration,
     JoinRequest,
     Notify,
+    PeerMessage,
     Welcome,
 )
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Seat
@@ -145,6 +149,7 @@ class SimulatedAgent:
         self._num_started = 1
         self._fresh: set[str] = set(self._members.values())
         self._is_ready = True
+        self._num_heard = 0
         session = AgentSession(self._name, incarnation=f"{number}", timeouts=_TIMEOUTS)
         self.client = AgentClient(session, self, ("127.0.0.1", port), _JOB, credentials)
 
@@ -169,6 +174,11 @@ class SimulatedAgent:
         self._fresh.add(member)
         self.client.notify(Notify(JoinRequest(self._record.generation)))
 
+    def tell_others(self) -> None:
+        waits = [(member, 2, 1234567890, 100) for member in self._members.values()]
+        self._tell("tells")
+        self.client.notify(Notify(PeerMessage("blocked_on", json.dumps(waits))))
+
     # -- what its session asks for
 
     def set_lease(self, until_s: float) -> None: ...
@@ -186,6 +196,10 @@ class SimulatedAgent:
             if self._record is not None and event.generation == self._record.generation and not self._is_ready:
                 self._is_ready = True
                 self.client.request_report()
+        elif isinstance(event, PeerMessage):
+            self._num_heard += 1
+            if self._num_heard % (self._args.agents - 1) == 0:
+                self._tell("heard")
         elif isinstance(event, agent_events.RecordAnswered):
             if not isinstance(event.answer, Record):
                 self._tell("said", repr(event.answer))
@@ -291,6 +305,23 @@ class Fleet:
                             return float(last_s - (first_s or 0.0))
         raise TimeoutError("an agent does not get the next record")
 
+    def all_hear(self) -> float:
+        """Wait until every agent has heard what all others tell. Returns the seconds since the first one told it."""
+        told_s: list[float] = []
+        heard_s: list[float] = []
+        end_s = time.monotonic() + _LIMIT_S
+        while time.monotonic() < end_s:
+            for pipe in multiprocessing.connection.wait(self._pipes, 1.0):
+                assert isinstance(pipe, Connection)
+                for at_s, number, what in pipe.recv():
+                    if what[0] == "said":
+                        print(f"agent {number}: {what[1]}", file=sys.stderr)
+                    elif what[0] in ("tells", "heard"):
+                        (told_s if what[0] == "tells" else heard_s).append(at_s)
+            if len(heard_s) == self._args.agents:
+                return max(heard_s) - min(told_s)
+        raise TimeoutError("an agent does not hear what the others tell")
+
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.send(None)
@@ -345,6 +376,11 @@ class Deployment:
         yield _figure("change_cpu_ms", self._used)
         yield {"figure": "sent_bytes", "count": len(self._sent), "mean": round(statistics.mean(self._sent))}
         yield {"figure": "first_sent_bytes", "mean": round(self._first_sent)}
+        before = _usage(self.coordinator)
+        for agent in range(self._args.agents):
+            self.fleet.order(agent, "tell_others")
+        yield _figure("peers_ms", [self.fleet.all_hear()])
+        yield _figure("peers_cpu_ms", [_usage(self.coordinator)[0] - before[0]])
         used_s, began_s = _usage(self.coordinator)[0], time.monotonic()
         time.sleep(self._args.idle)
         share = (_usage(self.coordinator)[0] - used_s) / (time.monotonic() - began_s)

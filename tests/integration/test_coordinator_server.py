@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -280,6 +281,24 @@ def test_a_session_that_does_not_begin_is_closed(monkeypatch: pytest.MonkeyPatch
         assert a.reasons == []
 
     play(test, Job(founds=False))
+
+
+# SERVE-PEERS
+def test_what_agents_tell_each_other_comes_before_what_the_coordinator_sends_later() -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        for agent, number in itertools.product((a, b), range(3)):
+            agent.client.notify(Notify(PeerMessage("topic", str(number))))
+        a.end_generation()
+        for agent in (a, b):
+            await agent.next()
+        for agent, other in ((a, "b"), (b, "a")):
+            told = [event for event in agent.events if isinstance(event, PeerMessage)]
+            assert told == [PeerMessage("topic", str(number), other) for number in range(3)]
+        kinds = [type(event) for event in b.events[-5:]]
+        assert kinds == [PeerMessage] * 3 + [agent_events.PeerNotice, agent_events.RecordAnswered]
+
+    play(test, Job())
 
 
 # SERVE-ORDER

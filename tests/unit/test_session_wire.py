@@ -265,7 +265,7 @@ def coordinator_messages(record: Record) -> list[m.CoordinatorMessage | Rendezvo
         m.EndGeneration(3, "why", is_effect=True),
         m.JoinNotice(4),
         m.Finished(3),
-        m.PeerMessage("hangs", "{}", "b"),
+        m.PeerMessages((m.PeerMessage("hangs", "{}", "b"), m.PeerMessage("failed", "[]", "a"))),
         m.Notice("refused", "its layout is another", ("b",)),
         m.Evicted("e"),
         m.Refused("r"),
