@@ -102,11 +102,12 @@ class RankRendezvous:
         """The keys of that generation, and of older ones, are dropped; whoever waits for one is told so."""
         if self._members and self._generation <= generation:
             over = framing.pack("over", prefix=self._exchange.prefix)
-            waiting = [party for party in self._exchange.parties() if party is not _COORDINATOR]
+            waiting = dict.fromkeys([*self._exchange.parties(), *self._outbox])  # what is in the outbox is dropped
             self._members, self._exchange = frozenset(), KeyExchange("")
             self._forget_sent()
             for connection in waiting:  # a standby waits for no key
-                connection.send(over)
+                if connection is not _COORDINATOR:
+                    connection.send(over)
 
     def _forget_sent(self) -> None:
         self._outbox.clear()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elasticgang.agent.rank_rendezvous import RankRendezvous
+from elasticgang.agent.rank_rendezvous import RankConnection, RankRendezvous
 from elasticgang.comm.agent_store import AgentStore, AgentStoreClient, Peers
 from elasticgang.layout import Member, ParallelLayout, plan
 from elasticgang.member.agent_link import take_block
@@ -180,6 +180,32 @@ def test_a_wait_for_a_key_that_was_asked_for_ends_with_the_generation() -> None:
             await waiting
         with pytest.raises(RuntimeError, match="the generation is over"):
             await aside(mine.get, "0/8")
+
+    play(test)
+
+
+class Recording(RankConnection):
+    """A connection that keeps what it is sent."""
+
+    def __init__(self, owner: RankRendezvous, member: str) -> None:
+        super().__init__(owner, member)
+        self.sent = bytearray()
+
+    def send(self, data: bytes) -> None:
+        self.sent += data
+
+
+# AGENT-STORE-1
+def test_a_generation_that_ends_before_an_answer_is_sent_ends_its_wait() -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "b/0")
+        host.rendezvous.begin(record, "a")
+        host.rendezvous.receive(RendezvousKeys(record.prefix, (), (Key("g", "0/7", "c2V2ZW4="),)))
+        asking = Recording(host.rendezvous, "a/0")
+        asked = [["g", ["0/7"]]]
+        host.rendezvous.received(asking, {"prefix": record.prefix, "groups": [], "keys": [], "asked": asked})
+        host.rendezvous.end(1)
+        assert framing.take(asking.sent, 1024) == {"kind": "over", "prefix": record.prefix}
 
     play(test)
 
