@@ -9,7 +9,7 @@ KEYS-GROUP  A party gets the keys of the groups that it has joined, and those th
 KEYS-ASKED  Of a large group, in which each rank connects to a few others, a party asks for the keys of these: all keys
             of all ranks would be a number that grows with the square of the number of hosts.
 KEYS-BOUND  A value has at most `MAX_VALUE_CHARS`, and an exchange at most `MAX_CHARS`. A party waits for at most
-            `MAX_ASKED` keys.
+            `MAX_ASKED` keys, and is sent a key once for each message in which it asks for it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ class RendezvousKeys:
 
 
 def batches(keys: Sequence[Key]) -> Iterator[tuple[Key, ...]]:
-    """`keys` in as many messages as needed: values of `MAX_SENT_CHARS` in each."""
+    """`keys` in as many messages as needed: `MAX_SENT_CHARS` in each, or one key."""
     begin, size = 0, 0
     for number, key in enumerate(keys):
-        if number > begin and size + len(key.value) > MAX_SENT_CHARS:
+        num_chars = sum(map(len, key))
+        if number > begin and size + num_chars > MAX_SENT_CHARS:
             yield tuple(keys[begin:number])
             begin, size = number, 0
-        size += len(key.value)
+        size += num_chars
     if keys:
         yield tuple(keys[begin:])
 
@@ -108,9 +109,9 @@ class KeyExchange(Generic[_P]):
             if party not in joined:
                 joined[party] = None
                 sends[party] += [key for key, source in self._keys.get(group, {}).values() if source != party]
-        for group, names in asked:
+        for group, name in dict.fromkeys((group, name) for group, names in asked for name in names):
             if not self.has_joined(party, group):
-                sends[party] += self._ask(party, group, names)
+                sends[party] += self._ask(party, group, name)
         return {other: found for other, found in sends.items() if found}
 
     def unasked(self, asked: Iterable[Asked]) -> tuple[Asked, ...]:
@@ -143,22 +144,18 @@ class KeyExchange(Generic[_P]):
     def _has(self, group: str, name: str) -> bool:
         return name in self._keys.get(group, {})
 
-    def _ask(self, party: _P, group: str, names: Sequence[str]) -> list[Key]:
-        """KEYS-ASKED. Returns those that are there; `party` waits for the others."""
-        of_group, found = self._keys.get(group, {}), []
-        for name in names:
-            if (there := of_group.get(name)) is not None:
-                if there[1] != party:
-                    found.append(there[0])
-                continue
-            waiting = self._asked.setdefault(party, {})
-            if len(waiting) >= MAX_ASKED and (group, name) not in waiting:
-                raise WireError(f"more than {MAX_ASKED} rendezvous keys are waited for")
-            if max(len(group), len(name)) > MAX_NAME_CHARS:
-                raise WireError("the name of a rendezvous key is over the limit")
-            waiting[group, name] = None
-            self._asking.setdefault((group, name), {})[party] = None
-        return found
+    def _ask(self, party: _P, group: str, name: str) -> list[Key]:
+        """KEYS-ASKED. Returns the key if it is there; otherwise `party` waits for it."""
+        if (there := self._keys.get(group, {}).get(name)) is not None:
+            return [] if there[1] == party else [there[0]]
+        waiting = self._asked.setdefault(party, {})
+        if len(waiting) >= MAX_ASKED and (group, name) not in waiting:
+            raise WireError(f"more than {MAX_ASKED} rendezvous keys are waited for")
+        if max(len(group), len(name)) > MAX_NAME_CHARS:
+            raise WireError("the name of a rendezvous key is over the limit")
+        waiting[group, name] = None
+        self._asking.setdefault((group, name), {})[party] = None
+        return []
 
     def _answer(self, key: Key) -> Iterable[_P]:
         """Those that have waited for it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from tests.unit.unit_mutant import UnitMutant
 _enter = MemberState.enter
 _ask = KeyExchange._ask
 _put = KeyExchange._put
+_take = KeyExchange.take
 _sum_route = sum_route.sum_route
 
 
@@ -114,9 +115,21 @@ def _take_for_all(
     return {other: new for other in others if new}
 
 
-def _ask_for_all(self: KeyExchange[Hashable], party: Hashable, group: str, names: Sequence[str]) -> list[Key]:
-    _ask(self, party, group, names)
+def _ask_for_all(self: KeyExchange[Hashable], party: Hashable, group: str, name: str) -> list[Key]:
+    _ask(self, party, group, name)
     return [key for key, source in self._keys.get(group, {}).values() if source != party]
+
+
+def _take_each_question(
+    self: KeyExchange[Hashable],
+    party: Hashable,
+    groups: Iterable[str] = (),
+    keys: Iterable[Key] = (),
+    asked: Iterable[Asked] = (),
+) -> Any:
+    found = _take(self, party, groups, keys, asked)
+    again = [key for each in asked for key in _take(self, party, asked=[each]).get(party, [])]
+    return {**found, party: again} if again else found
 
 
 MEMBER_MUTANTS = {
@@ -204,6 +217,10 @@ MEMBER_MUTANTS = {
     "who has left waits for a key": UnitMutant(
         ((KeyExchange, "_stop_asking", always(None)),),
         test_rendezvous_keys.test_a_party_that_leaves_waits_for_no_key,
+    ),
+    "each question is answered": UnitMutant(
+        ((KeyExchange, "take", _take_each_question),),
+        test_rendezvous_keys.test_a_key_is_sent_once_for_each_message_that_asks_for_it,
     ),
     "any number of keys is waited for": UnitMutant(
         ((rendezvous_keys, "MAX_ASKED", math.inf),),

@@ -104,8 +104,20 @@ def test_what_an_exchange_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         exchange.take("b", asked=[Asked("g", ("n" * 257,))])
 
 
+# KEYS-BOUND
+def test_a_key_is_sent_once_for_each_message_that_asks_for_it() -> None:
+    exchange: KeyExchange[str] = KeyExchange("p")
+    exchange.take("a", [], [key("g", "0")])
+    asked = [Asked("g", ("0", "0", "1", "1")), Asked("g", ("0",))]
+    assert exchange.take("b", asked=asked) == {"b": [key("g", "0")]}
+    assert exchange.take("b", asked=asked) == {"b": [key("g", "0")]}
+    assert exchange.take("a", [], [key("g", "1")]) == {"b": [key("g", "1")]}
+
+
 def test_keys_are_sent_in_messages_of_a_bounded_size() -> None:
-    long = "v" * (MAX_SENT_CHARS // 2)
+    named = [key("g" * 256, str(number), "") for number in range(MAX_SENT_CHARS // 256)]
+    assert [len(batch) < len(named) for batch in batches(named)] == [True, True]
+    long = "v" * (MAX_SENT_CHARS // 2 - 2)
     keys = [key("g", str(number), value) for number, value in enumerate([long, long, "v", 3 * long, "v", long])]
     assert list(batches(keys)) == [tuple(keys[:2]), (keys[2],), (keys[3],), tuple(keys[4:])]
     assert list(batches([])) == []

@@ -90,7 +90,7 @@ RULES = {
         "a key that comes later is not sent to who has asked for it",
         "who has left waits for a key",
     ),
-    "KEYS-BOUND": ("a key has any length", "any number of keys is waited for"),
+    "KEYS-BOUND": ("a key has any length", "any number of keys is waited for", "each question is answered"),
     "KEYS-FIRST": ("the last value of a key stays",),
     "KEYS-GROUP": ("keys are sent to all",),
     "LEASE": ("a lease runs from the answer",),
