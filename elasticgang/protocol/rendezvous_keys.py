@@ -25,7 +25,7 @@ MAX_NAME_CHARS = 256
 MAX_VALUE_CHARS = 1 << 20
 MAX_CHARS = 64 << 20
 MAX_ASKED = 1 << 16
-MAX_SENT_CHARS = 4 << 20
+MAX_SENT_CHARS = 1 << 20  # JSON has up to 12 bytes for each, and a message at most 16 MiB
 
 _P = TypeVar("_P", bound=Hashable)
 

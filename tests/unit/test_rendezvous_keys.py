@@ -13,8 +13,11 @@ from elasticgang.protocol.rendezvous_keys import (
     Asked,
     Key,
     KeyExchange,
+    RendezvousKeys,
     batches,
 )
+from elasticgang.session.frames import MAX_PAYLOAD_BYTES
+from elasticgang.session.messages import encode
 
 
 def key(group: str, name: str, value: str = "v") -> Key:
@@ -121,3 +124,6 @@ def test_keys_are_sent_in_messages_of_a_bounded_size() -> None:
     keys = [key("g", str(number), value) for number, value in enumerate([long, long, "v", 3 * long, "v", long])]
     assert list(batches(keys)) == [tuple(keys[:2]), (keys[2],), (keys[3],), tuple(keys[4:])]
     assert list(batches([])) == []
+    widest = "\N{GRINNING FACE}" * (MAX_VALUE_CHARS // 4)
+    for batch in batches([key("g", str(number), widest) for number in range(8)]):
+        assert len(encode(RendezvousKeys("p", (), batch))) <= MAX_PAYLOAD_BYTES
