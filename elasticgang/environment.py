@@ -11,6 +11,7 @@ CHECKPOINT_DIR = "ELASTICGANG_CHECKPOINT_DIR"  # `elasticgang run --checkpoint-d
 HEAL_INTERFACES = "ELASTICGANG_HEAL_INTERFACES"  # `elasticgang run --heal-interfaces` sets it
 LAYOUT = "ELASTICGANG_LAYOUT"  # `elasticgang run --layout` sets it
 DEVICE = "ELASTICGANG_DEVICE"  # `elasticgang run` sets it for its ranks: the index of the rank's CUDA device
+ASK_SIZE = "ELASTICGANG_ASK_SIZE"  # tests set it: see `ask_size`
 RUN_DIR = "ELASTICGANG_RUN_DIR"  # where the jobs of this user on this host are listed
 OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun's; a rank has them from its first step on
 JOIN = "call `manager = elasticgang.join()`, loop over `manager.steps(...)`, and use `manager.gangs`"
@@ -34,6 +35,11 @@ def layout_text() -> str | None:
 def device_index() -> int:
     """The index of this process's CUDA device: what the agent has chosen, or LOCAL_RANK; 0 without both."""
     return int(os.environ.get(DEVICE) or os.environ.get("LOCAL_RANK", "0"))
+
+
+def ask_size() -> int:
+    """Ranks of larger groups ask for the rendezvous keys that they need; those of others get all keys."""
+    return int(os.environ.get(ASK_SIZE) or 1024)
 
 
 def run_dir() -> Path:

@@ -1,7 +1,7 @@
 """A torch store for the rendezvous keys of process groups, over a connection to the rank's agent.
 
 The agent pushes the keys of every group that this process has joined: `get` and `wait` wait for the pushed keys and
-send no request. Of a group that connects when it is used, the process asks for the keys that it needs (KEYS-ASKED). The
+send no request. Of a group of more than `ask_size` ranks, the process asks for the keys that it needs (KEYS-ASKED). The
 store has only the operations that the rendezvous of process groups uses; all others raise.
 
 AGENT-STORE-1  A wait ends at its deadline, when the connection is lost, or when the agent reports that the generation
@@ -47,7 +47,7 @@ class AgentStoreClient:
         self._reader.start()
 
     def store(self, prefix: str, group: str, timeout: timedelta, peers: Peers | None = None) -> AgentStore:
-        """The store of one group of the generation with that prefix. `peers`: it connects when it is used."""
+        """The store of one group of the generation with that prefix. `peers`: ask for keys."""
         if len(group) > _MAX_NAME_CHARS:  # the name of a made group contains all of its ranks
             group = hashlib.sha256(group.encode()).hexdigest()
         with self._changed:
@@ -121,7 +121,7 @@ class AgentStoreClient:
 
 
 class Peers(NamedTuple):
-    """A rank of a group that connects when it is used."""
+    """A rank of a group that connects when it is used, and asks for the keys of those to which it connects."""
 
     rank: int
     size: int

@@ -41,6 +41,7 @@ from elasticgang.collectives.table import TABLE, Step
 from elasticgang.comm.agent_store import AgentStore, AgentStoreClient, Peers
 from elasticgang.comm.arena import bytes_as, map_memory
 from elasticgang.comm.task_threads import TaskThreads
+from elasticgang.environment import ask_size
 from elasticgang.process.parent_death import signal_at_parent_death
 from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
 from elasticgang.torch_private import gloo_device, new_gloo
@@ -285,7 +286,7 @@ class Worker:
     def _agent_store(self, prefix: str, group: dict[str, Any], timeout: timedelta) -> Store:
         if self._agent is None:
             raise RuntimeError("there is neither a store nor a connection to an agent")
-        peers = Peers(group["rank"], group["size"]) if group["size"] > EAGER_SIZE else None
+        peers = Peers(group["rank"], group["size"]) if group["size"] > ask_size() else None
         return self._agent.store(prefix, group["name"], timeout, peers)
 
     def _handshake(self, group: Any) -> None:

@@ -36,6 +36,7 @@ from torch._C._distributed_c10d import Store
 from elasticgang.collectives.exchange import DIRECT_SIZE, rounds
 from elasticgang.comm.agent_store import Peers
 from elasticgang.coordinator.server import collect_rarely
+from elasticgang.environment import ask_size
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import Record, Seat
@@ -209,17 +210,19 @@ def decisions(num_hosts: int, args: argparse.Namespace) -> Iterator[dict[str, An
 
 
 def keys(num_hosts: int, num_ranks: int, turn: int, key: tuple[str, bytes]) -> dict[str, Any]:
-    """Of the root group, in which each rank asks for the keys of those that it connects to first (AGENT-STORE-2)."""
+    """Of the root group. If it is large, each rank asks for the keys of those that it connects to first
+    (AGENT-STORE-2)."""
     name, value = key
     prefix, group = f"job/1/{'0' * 64}", "0" * 64  # the name of a group of so many ranks is a hash
     coded, world = base64.b64encode(value).decode(), num_hosts * num_ranks
 
     def message_of(host: int) -> bytes:
         own = range(host * num_ranks, (host + 1) * num_ranks)
-        peers = {peer for rank in own for peer in Peers(rank, world).first() if peer not in own}
-        asked = Asked(group, tuple(name_ for peer in sorted(peers) for name_ in gloo_keys(name, 0, [peer])))
         put = tuple(Key(group, gloo_keys(name, 0, [rank])[0], coded) for rank in own)
-        return encode(RendezvousKeys(prefix, () if asked.names else (group,), put, (asked,) if asked.names else ()))
+        if world <= ask_size():
+            return encode(RendezvousKeys(prefix, (group,), put))
+        peers = {peer for rank in own for peer in Peers(rank, world).first() if peer not in own}
+        return encode(RendezvousKeys(prefix, (), put, (Asked(group, tuple(gloo_keys(name, 0, sorted(peers)))),)))
 
     exchange: KeyExchange[int] = KeyExchange(prefix)
     outbox: dict[int, list[Key]] = defaultdict(list)

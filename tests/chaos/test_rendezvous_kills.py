@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from elasticgang.comm.worker import EAGER_SIZE
+from elasticgang.environment import ASK_SIZE
 from tests.chaos.several import Cluster, generation_of
 from tests.support import Job, kill
 
-LARGE = EAGER_SIZE + 2  # the ranks of such a group ask for the keys of some others (KEYS-ASKED)
+LARGE = EAGER_SIZE + 2  # the ranks of such a group ask for the keys of some others here (KEYS-ASKED)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -52,9 +53,10 @@ def test_an_agent_is_killed_before_it_has_sent_its_keys(tmp_path: Path, alone: s
 
 @pytest.mark.parametrize(("generation", "state", "ranks"), [(1, False, 2), (2, True, 2), (2, False, LARGE // 2)])
 def test_the_coordinator_is_killed_before_it_has_forwarded_keys(
-    tmp_path: Path, alone: str, generation: int, state: bool, ranks: int
+    tmp_path: Path, alone: str, generation: int, state: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The generation begins with the keys that agents send again, or ask for again, and no other one is needed."""
+    monkeypatch.setenv(ASK_SIZE, str(EAGER_SIZE))
     connects = 2 * ranks <= EAGER_SIZE  # as it is entered; ranks of a larger one connect in the first step
     armed = tmp_path / "armed"
     if generation == 1:

@@ -197,7 +197,7 @@ def test_a_comm_process_imports_little() -> None:
         *(f"elasticgang.comm.{name}" for name in ("agent_store", "arena", "task_threads", "torch_backend", "worker")),
         *(f"elasticgang.collectives.{name}" for name in ("backend_name", "collective", "dtypes", "exchange")),
         *(f"elasticgang.collectives.{name}" for name in ("table", "work")),
-        *(f"elasticgang.{name}" for name in ("errors", "integers", "torch_private")),
+        *(f"elasticgang.{name}" for name in ("environment", "errors", "integers", "torch_private")),
         *(f"elasticgang.process.{name}" for name in ("death_watch", "framing", "futex", "parent_death")),
         *(f"elasticgang.process.{name}" for name in ("priority", "status_page")),
     }

@@ -32,7 +32,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "protocol": ("errors", "layout"),
     "process": ("errors",),
     "collectives": ("errors", "torch_private", "integers"),
-    "comm": ("errors", "torch_private", "integers", "process", "collectives"),
+    "comm": ("errors", "torch_private", "environment", "integers", "process", "collectives"),
     "gang": ("errors", "torch_private", "environment", "integers", "layout", "collectives", "comm"),
     "observe": ("errors", "protocol"),
     "simulation": ("errors", "layout", "protocol"),
