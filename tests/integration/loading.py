@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -24,9 +23,6 @@ from elasticgang.protocol.member_state import Share
 from elasticgang.protocol.sample_positions import BatchShape
 
 NUM_SAMPLES, SIZE, SLOT = 24, 8, 2
-
-# Python's own fork server imports torch once, and not each worker that it forks.
-multiprocessing.set_forkserver_preload([__name__])
 
 
 class Noted:
