@@ -105,6 +105,18 @@ def test_a_program_has_its_arguments_environment_exit_functions_and_exit_code(at
         assert process.stderr == "told\n"
 
 
+NAMED = "tests.chaos.network"  # a module that is not imported for all
+
+
+def test_a_program_finds_imported_what_its_command_names(tmp_path: Path) -> None:
+    """Also the second one, which is forked from the same process, and not one that names nothing."""
+    command = [sys.executable, str(script(tmp_path, f'import sys; print("{NAMED}" in sys.modules)'))]
+    for number, imports in enumerate(([NAMED], [NAMED], [])):
+        with Command(tmp_path / str(number), command, preloaded=True, imports=imports) as process:
+            assert process.wait() == 0, process.stderr
+            assert process.stdout == f"{bool(imports)}\n"
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_program_that_raises_fails(at_once: bool) -> None:
     before = is_subreaper()
