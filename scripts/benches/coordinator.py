@@ -376,11 +376,12 @@ class Deployment:
         yield _figure("change_cpu_ms", self._used)
         yield {"figure": "sent_bytes", "count": len(self._sent), "mean": round(statistics.mean(self._sent))}
         yield {"figure": "first_sent_bytes", "mean": round(self._first_sent)}
-        before = _usage(self.coordinator)
-        for agent in range(self._args.agents):
-            self.fleet.order(agent, "tell_others")
-        yield _figure("peers_ms", [self.fleet.all_hear()])
-        yield _figure("peers_cpu_ms", [_usage(self.coordinator)[0] - before[0]])
+        if self._args.agents > 1:
+            before_s = _usage(self.coordinator)[0]
+            for agent in range(self._args.agents):
+                self.fleet.order(agent, "tell_others")
+            yield _figure("peers_ms", [self.fleet.all_hear()])
+            yield _figure("peers_cpu_ms", [_usage(self.coordinator)[0] - before_s])
         used_s, began_s = _usage(self.coordinator)[0], time.monotonic()
         time.sleep(self._args.idle)
         share = (_usage(self.coordinator)[0] - used_s) / (time.monotonic() - began_s)
