@@ -129,6 +129,16 @@ def _end(code: int) -> NoReturn:
     every rank at once. After a fault of the device neither wait for threads nor call the script's `atexit` functions:
     both may use the device, and never return."""
     if code != DEVICE_FAULT_STATUS:
+        hook = sys.unraisablehook
+
+        def show_unless_interrupt(error: sys.UnraisableHookArgs) -> None:  # Python 3.13 brings it here from the wait
+            nonlocal code
+            if issubclass(error.exc_type, KeyboardInterrupt):
+                code = -signal.SIGINT
+            else:
+                hook(error)
+
+        sys.unraisablehook = show_unless_interrupt
         for wind_up in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # waits for threads
             try:
                 wind_up()
