@@ -54,8 +54,7 @@ class JobKeys:
 
     def drop_former(self) -> None:
         """To be called when the state has changed."""
-        record = self._record()
-        if self._exchange.prefix and (record is None or record.prefix != self._exchange.prefix):
+        if self._exchange.prefix and ((record := self._record()) is None or record.prefix != self._exchange.prefix):
             self._exchange = KeyExchange("")
             self._outbox.clear()
 

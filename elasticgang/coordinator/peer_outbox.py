@@ -7,11 +7,10 @@ SERVE-PEERS  What agents tell each other in one turn of the event loop is sent t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from elasticgang.protocol.coordinator_messages import Broadcast, PeerMessage, PeerMessages
-
-MAX_SENT_CHARS = 1 << 20
+from elasticgang.protocol.batches import in_batches
+from elasticgang.protocol.coordinator_messages import Broadcast, PeerMessages
 
 
 class PeerOutbox:
@@ -31,16 +30,6 @@ class PeerOutbox:
         if there is one alone."""
         unsent, self._unsent = self._unsent, []
         sources = {broadcast.source for broadcast in unsent}
-        messages = [PeerMessages(batch) for batch in _batches([broadcast.message for broadcast in unsent])]
+        told = [broadcast.message for broadcast in unsent]
+        messages = [PeerMessages(batch) for batch in in_batches(told, lambda message: len(message.data))]
         return messages, sources.pop() if len(sources) == 1 else None
-
-
-def _batches(messages: list[PeerMessage]) -> Iterator[tuple[PeerMessage, ...]]:
-    begin, size = 0, 0
-    for number, message in enumerate(messages):
-        if number > begin and size + len(message.data) > MAX_SENT_CHARS:
-            yield tuple(messages[begin:number])
-            begin, size = number, 0
-        size += len(message.data)
-    if messages:
-        yield tuple(messages[begin:])

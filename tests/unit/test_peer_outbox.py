@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elasticgang.coordinator.peer_outbox import MAX_SENT_CHARS, PeerOutbox
+from elasticgang.coordinator.peer_outbox import PeerOutbox
+from elasticgang.protocol.batches import MAX_SENT_CHARS
 from elasticgang.protocol.coordinator_messages import Broadcast, PeerMessage, PeerMessages
 
 
