@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from typing import Any
 
 from elasticgang import environment
@@ -292,7 +292,7 @@ class Agent:
         for instruction in instructions:
             self._carry_out(instruction)
         if self._control is not None:
-            self._control.broadcast_successors(self._num_successors())  # after what ranks wait for
+            self._control.tell_successors(self._num_successors() > 0)  # after what ranks wait for
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -318,7 +318,7 @@ class Agent:
         return self._lifecycle.state.num_successors([r.member for r in self._ranks.all() if r.page.draining])
 
     def _stamp_successors(self) -> None:
-        num = self._num_successors() + self._control_plane.num_successors
+        num = self._num_successors() + self._control_plane.facts.have_successors
         for rank in self._ranks.all():
             rank.page.set_successors(num)
 
@@ -348,7 +348,7 @@ class Agent:
                 self._control_plane.request()
                 self._events.write("requested", newest_commit=self._changes.pace.newest)
             case BroadcastFailure(member, local_rank, step):
-                self._control_plane.broadcast_failed(member, local_rank, step)
+                self._control_plane.tell_failure(member, local_rank, step)
             case BroadcastDifference(step, generation, text):
                 self._control_plane.broadcast_difference(step, generation, text)
             case NotifyOver(generation, reason):
@@ -508,18 +508,13 @@ class Agent:
                 log.info("%s", line)
             self._numbers.look(now, pages)
             self._stamp_successors()
-            self._control_plane.broadcast_successors(self._num_successors(), again=True)
-            for report in self._hang_monitor.detect(now, pages, finished=self._lifecycle.state.finished):
+            self._control_plane.tell_successors(self._num_successors() > 0)
+            waits = [wait for wait in self._control_plane.facts.waits if wait.agent != self._lifecycle.agent]
+            for report in self._hang_monitor.detect(now, pages, waits, finished=self._lifecycle.state.finished):
                 self._spawn_task(self._hang_response.kill(report))
-            if (waits := self._hang_monitor.unsent(now)) is not None:
-                self._control_plane.broadcast_blocked_on([list(astuple(wait)) for wait in waits])
+            self._control_plane.tell_waits(self._hang_monitor.lasting_waits(now))
             if (standstill := self._hang_monitor.standstill()) is not None and not self._hang_response.is_reporting:
                 self._spawn_task(self._hang_response.report(standstill))
-
-    def _on_peer_blocked(self, agent: str, waits: list[list[Any]]) -> None:
-        record = self._lifecycle.state.record
-        self._hang_monitor.retain_peers(() if record is None else record.agents)
-        self._hang_monitor.update_peer(agent, waits)
 
     # -- rejoining
 
@@ -537,8 +532,7 @@ class _AgentCallbacks:
         self._agent = agent
         self.handle = agent._handle
         self.spawn_task = agent._spawn_task
-        self.on_peer_blocked = agent._on_peer_blocked
-        self.on_successors_changed = agent._stamp_successors
+        self.on_facts_changed = agent._stamp_successors
         self.on_session_renewed = agent._rendezvous.renew
         self.on_rendezvous_keys = agent._rendezvous.receive
         self.kill_coordinator = agent._kill_coordinator

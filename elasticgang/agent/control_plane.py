@@ -5,7 +5,7 @@ agent's state machine.
 
 CONTROL-1  A request is sent again in each session until a record follows. When no coordinator leads the job for
     `reconnect` seconds while a request is open, the agent fails.
-CONTROL-2  What other agents must know of this one (successors, waits, failed scripts) is sent again in each session.
+CONTROL-2  Facts are sent when they have changed. `AgentSession` sends them again where that is needed.
 CONTROL-3  An agent's process listens at its address while it lives: once the address refuses connections, the
     coordinator may declare the agent dead.
 CONTROL-4  The agent is told of nothing before `begin`.
@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import secrets
 import socket
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from elasticgang.errors import OperationalError
@@ -44,7 +43,6 @@ from elasticgang.protocol.agent_events import (
     PeerFailed,
     PeerNotice,
     RecordAnswered,
-    StateDiffers,
 )
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
@@ -54,11 +52,12 @@ from elasticgang.protocol.coordinator_messages import (
     JoinRequest,
     Notice,
     Notify,
-    PeerMessage,
+    StatesDiffer,
     Timeouts,
     Welcome,
 )
 from elasticgang.protocol.coordinator_messages import Finished as JobFinished
+from elasticgang.protocol.job_facts import MAX_FAILURES, NO_FACTS, AgentFacts, JobFacts, ScriptFailure, Wait
 from elasticgang.protocol.record import Record, Report, Undecided
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.addresses import family_of, host_and_port, is_address_here
@@ -68,7 +67,6 @@ from elasticgang.session.credentials import Credentials
 FINISHED_S = 10.0  # CONTROL-5
 _CHECK_S = 0.1
 _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is killed
-_SUCCESSORS_S = 0.5
 SILENT_S = 5.0  # CONTROL-7
 _ANYWHERE = ("192.0.2.1", 9)  # an address for examples, beyond the default route
 _ANYWHERE_6 = ("2001:db8::1", 9)
@@ -85,11 +83,8 @@ class ControlPlaneCallbacks(Protocol):
     def spawn_task(self, coroutine: Coroutine[Any, Any, None]) -> object:
         """As a task that ends with the agent, and with which the agent fails."""
 
-    def on_peer_blocked(self, agent: str, waits: list[list[Any]]) -> None:
-        """Of the members of another agent. Raises TypeError or ValueError when that is not what it is."""
-
-    def on_successors_changed(self) -> None:
-        """`ControlPlane.num_successors` may have changed."""
+    def on_facts_changed(self) -> None:
+        """`ControlPlane.facts`"""
 
     def on_session_renewed(self) -> None:
         """A coordinator in office is told of this generation's rendezvous keys again."""
@@ -115,7 +110,7 @@ class Limits:
 
 class ControlPlane:
     """`host`: this machine's address as other agents reach it. `address`: where this agent listens (CONTROL-3). Both
-    are known once a coordinator has answered."""
+    are known once a coordinator has answered. `facts`: of the job, as of the present session; none without one."""
 
     def __init__(
         self,
@@ -128,6 +123,7 @@ class ControlPlane:
         lease: Lease,
     ) -> None:
         self.coordinator, self.host, self.address = coordinator, "", ""
+        self.facts = JobFacts()
         self._callbacks, self._job, self._credentials = callbacks, job, credentials
         self._limits, self._timeouts, self._lease = limits, timeouts, lease
         self._incarnation = secrets.token_hex(8)  # of this process
@@ -139,10 +135,7 @@ class ControlPlane:
         self._newest_over = self._newest_join = 0
         self._lost_agents: set[str] = set()
         self._left_agents: set[str] = set()
-        self._failures: list[tuple[str, int, int]] = []  # CONTROL-2
-        self._blocked_on: list[list[Any]] = []
-        self._successors: dict[str, int] = {}  # by agent
-        self._sent_successors, self._sent_successors_s = 0, 0.0
+        self._own_facts = NO_FACTS
         self._finish_known = asyncio.Event()
         self._new_session(AgentSession(self.agent, self._incarnation, self._timeouts))
 
@@ -197,9 +190,7 @@ class ControlPlane:
         self._early.clear()
         self._lost_agents.clear()
         self._left_agents.clear()
-        self._successors.clear()
-        self._failures.clear()
-        self._blocked_on = []
+        self._own_facts = NO_FACTS
         self._lease.until = float("inf")  # UNBOUND
         self._new_session(self._session.under(self.agent))
         self._client.start()
@@ -304,30 +295,24 @@ class ControlPlane:
     def broadcast_finished(self, generation: int) -> None:
         self._client.notify(Notify(JobFinished(generation)))
 
-    def broadcast_failed(self, member: str, local_rank: int, step: int) -> None:
-        self._failures.append((member, local_rank, step))
-        self._tell_peers("failed", self._failures[-1])
-
     def broadcast_difference(self, step: int, generation: int, text: str) -> None:
-        self._tell_peers("differs", (step, generation, text))
+        self._client.notify(Notify(StatesDiffer(step, generation, text)))
 
-    def broadcast_blocked_on(self, waits: list[list[Any]]) -> None:
-        self._blocked_on = waits
-        self._tell_peers("blocked_on", waits)
+    def tell_failure(self, member: str, local_rank: int, step: int) -> None:
+        failures = (*self._own_facts.failures, ScriptFailure(member, local_rank, step))
+        self._tell(replace(self._own_facts, failures=failures[-MAX_FAILURES:]))
 
-    def broadcast_successors(self, num: int, *, again: bool = False) -> None:
-        """How many are here, when that has changed; `again`: or, now and then, if there are any, for agents that are
-        new. Of an agent that takes part alone, no other needs to know."""
-        state, now_s = self._callbacks.state, time.monotonic()
-        if state.record is not None and not state.is_awaited():
-            return
-        is_due = again and num > 0 and now_s - self._sent_successors_s > _SUCCESSORS_S
-        if num != self._sent_successors or is_due:
-            self._sent_successors, self._sent_successors_s = num, now_s
-            self._tell_peers("successors", num)
+    def tell_successors(self, has_successors: bool) -> None:
+        self._tell(replace(self._own_facts, has_successors=has_successors))
 
-    def _tell_peers(self, topic: str, data: Any) -> None:
-        self._client.notify(Notify(PeerMessage(topic, json.dumps(data))))
+    def tell_waits(self, waits: tuple[Wait, ...]) -> None:
+        self._tell(replace(self._own_facts, waits=waits))
+
+    def _tell(self, facts: AgentFacts) -> None:
+        """CONTROL-2"""
+        if facts != self._own_facts:
+            self._own_facts = facts
+            self._client.notify(Notify(facts))
 
     def request(self) -> None:
         """The ranks may be ready."""
@@ -367,21 +352,14 @@ class ControlPlane:
                 self._callbacks.log("coordinator reachable", incarnation=welcome.term.name)
         if not self._welcome.done():
             self._welcome.set_result(None)
-        # CONTROL-2
-        for failure in self._failures:
-            self._tell_peers("failed", failure)
-        self._tell_peers("successors", self._sent_successors)
-        if self._blocked_on:
-            self._tell_peers("blocked_on", self._blocked_on)
 
     def disconnected(self, reason: str) -> None:
         self._reason, self._refusal = self._refusal or reason, ""
         if self._disconnected_s is None:
             self._disconnected_s = time.monotonic()
-            self._successors.clear()
             if self._begun:
                 self._callbacks.log("coordinator unreachable", reason=reason)
-                self._callbacks.on_successors_changed()
+                self._take(JobFacts())
 
     def inform(self, event: Any) -> None:
         if isinstance(event, Finished):
@@ -391,11 +369,8 @@ class ControlPlane:
             self._refused(answer.refused[0][1])
         elif not self._begun:
             self._early.append(event)
-        elif isinstance(event, PeerMessage):
-            try:
-                self._on_peer_message(event.agent, event.topic, json.loads(event.data))
-            except (TypeError, ValueError) as exc:
-                self._callbacks.log("bad notice", notice=repr(event), error=repr(exc))
+        elif isinstance(event, JobFacts):
+            self._take(event)
         elif isinstance(event, Notice):
             self._on_notice(event)
         else:
@@ -416,21 +391,13 @@ class ControlPlane:
             self._callbacks.write_line(f"elasticgang: job {self._job} has already finished; exiting")
         self._callbacks.handle(event)
 
-    def _on_peer_message(self, agent: str, topic: str, data: Any) -> None:
-        match topic:
-            case "failed":
-                member, local_rank, step = data
-                self._callbacks.handle(PeerFailed(agent, str(member), int(local_rank), int(step)))
-            case "differs":
-                step, generation, text = data
-                self._callbacks.handle(StateDiffers(int(step), int(generation), str(text), True, is_own=False))
-            case "blocked_on":
-                self._callbacks.on_peer_blocked(agent, data)
-            case "successors":
-                self._successors[agent] = max(0, int(data))
-                self._callbacks.on_successors_changed()
-            case _:
-                raise ValueError(f"unknown topic {topic!r}")
+    def _take(self, facts: JobFacts) -> None:
+        known, self.facts = self.facts, facts
+        self._callbacks.on_facts_changed()
+        for failure in facts.failures:
+            if failure not in known.failures and failure.agent != self.agent:
+                event = PeerFailed(failure.agent, failure.member, failure.local_rank, failure.step)
+                self._callbacks.handle(event)
 
     def _on_notice(self, notice: Notice) -> None:
         match notice.topic:
@@ -442,16 +409,8 @@ class ControlPlane:
                 (self._lost_agents if notice.topic == "lost" else self._left_agents).update(notice.agents)
                 for agent in notice.agents:
                     self._callbacks.log("host lost" if notice.topic == "lost" else "host left", agent=agent)
-                num_successors = [self._successors.pop(agent, 0) for agent in notice.agents]
-                if any(num_successors):
-                    self._callbacks.on_successors_changed()
 
     # -- what the agent reads
-
-    @property
-    def num_successors(self) -> int:
-        """Of the other agents."""
-        return sum(self._successors.values())
 
     @property
     def lost_agents(self) -> set[str]:

@@ -7,14 +7,13 @@ MONITOR-1  A signal goes only to a process that belongs to the rank at that mome
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from elasticgang.process.status_page import StatusPage, ThreadState
 from elasticgang.protocol.hang_detector import BlockedOn, Comm, HangDetector, HangReport, Reached, Reading, Standstill
+from elasticgang.protocol.job_facts import Wait, furthest
 
 _WAITS = frozenset({ThreadState.WAITING, ThreadState.REQUESTING, ThreadState.SPARE})
 
@@ -24,49 +23,34 @@ class HangMonitor:
 
     def __init__(self, limit_s: float | None) -> None:
         self._detector = HangDetector(None if limit_s is None else int(limit_s * 1000))
-        self._peers_blocked_on: dict[str, list[BlockedOn]] = {}
         self._blocked_on: list[BlockedOn] = []
         self._since_s = 0.0
-        self._sent: list[BlockedOn] = []
 
     @property
     def interval_s(self) -> float:
         return self._detector.interval_ms / 1000
 
-    def detect(self, now_s: float, pages: Mapping[str, StatusPage], *, finished: bool) -> list[HangReport]:
-        """`pages`: by member. `finished`: so has the job."""
+    def detect(
+        self, now_s: float, pages: Mapping[str, StatusPage], waits: Sequence[Wait] = (), *, finished: bool
+    ) -> list[HangReport]:
+        """`pages`: by member. `waits`: of other agents. `finished`: so has the job."""
         readings = [read_status(member, page) for member, page in pages.items()]
-        peer_edges = list(itertools.chain(*self._peers_blocked_on.values()))
+        peer_edges = [BlockedOn("", wait.generation, wait.group, wait.reached) for wait in waits]
         return self._detector.detect(int(now_s * 1000), readings, peer_edges, finished=finished)
 
     def standstill(self) -> Standstill | None:
         """The standstill to report after `detect`, if there is one."""
         return self._detector.standstill()
 
-    # -- several agents
-
-    def update_peer(self, agent: str, edges: Sequence[Sequence[Any]]) -> None:
-        """Replace the edges of `agent`. Raises TypeError or ValueError: `edges` is invalid."""
-        self._peers_blocked_on[agent] = [
-            BlockedOn(str(member), int(generation), group and int(group), reached and int(reached))
-            for member, generation, group, reached in edges
-        ]
-
-    def retain_peers(self, agents: Collection[str]) -> None:
-        """Forget the edges of all other agents."""
-        self._peers_blocked_on = {agent: edges for agent, edges in self._peers_blocked_on.items() if agent in agents}
-
-    def unsent(self, now_s: float) -> list[BlockedOn] | None:
-        """The edges to send to the other agents after `detect`: those that last. None: they are unchanged. While steps
-        are short compared with the limit, there are none unless a rank hangs."""
+    def lasting_waits(self, now_s: float) -> tuple[Wait, ...]:
+        """What the other agents must know after `detect`. While steps are short compared with the limit, there are none
+        unless a rank hangs."""
         edges = self._detector.blocked_on()
         if edges != self._blocked_on:
             self._blocked_on, self._since_s = edges, now_s
-        lasting = edges if now_s - self._since_s > self._detector.limit_ms / 4000 else []
-        if lasting == self._sent:
-            return None
-        self._sent = lasting
-        return lasting
+        if now_s - self._since_s <= self._detector.limit_ms / 4000:
+            return ()
+        return furthest(Wait(edge.generation, edge.group, edge.reached) for edge in edges)
 
 
 def read_status(member: str, page: StatusPage) -> Reading:

@@ -40,20 +40,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticgang.coordinator.job_keys import JobKeys
-from elasticgang.coordinator.peer_outbox import PeerOutbox
 from elasticgang.coordinator.push_payloads import PushPayloads
 from elasticgang.coordinator.state_directory import Kept, StateDirectory
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.coordinator_messages import (
     JOB_TIMEOUTS,
     AgentExited,
-    Broadcast,
     CloseSession,
     CoordinatorEvent,
     CoordinatorInstruction,
     CoordinatorMessage,
     Granted,
-    HeartbeatAnswer,
     Hello,
     Notice,
     OfficeGranted,
@@ -62,13 +59,11 @@ from elasticgang.protocol.coordinator_messages import (
     Push,
     Received,
     Refused,
-    RequestDecision,
     Send,
     SessionClosed,
     Term,
     Ticked,
     Timeouts,
-    Welcome,
 )
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import PROTOCOL, Record
@@ -87,7 +82,6 @@ _PROBE_S = 1.0
 MAX_JOBS = 1024
 MAX_ENDED = 16384
 _MAX_EARLY = 64
-_OF_ONE_SESSION = (Welcome, RequestDecision, HeartbeatAnswer)
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
 
 
@@ -106,7 +100,6 @@ class _Job:
     probes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     awaited: str = ""  # why it waits for the operator's word: logged once
     keys: JobKeys = field(init=False)
-    peers: PeerOutbox = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = JobKeys(self.state, self._send_keys)
@@ -345,9 +338,7 @@ class CoordinatorServer:
         )
         if name in self._ended:
             state.finished, state.unrecoverable = self._ended.pop(name)
-        job = _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
-        job.peers = PeerOutbox(lambda: asyncio.get_running_loop().call_soon(self._end_turn, job))
-        return job
+        return _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
@@ -439,15 +430,9 @@ class CoordinatorServer:
         if not job.is_busy:
             self._work(job)
 
-    def _end_turn(self, job: _Job) -> None:
-        """SERVE-PEERS"""
-        if not self._has_failed:
-            self._work(job, self._send_peers)
-
-    def _work(self, job: _Job, begin: Callable[[_Job], None] = lambda job: None) -> None:
+    def _work(self, job: _Job) -> None:
         job.is_busy = True
         try:
-            begin(job)
             while job.events and not self._has_failed:
                 self._carry_out(job, job.state.handle(job.events.popleft(), time.monotonic()))
             job.keys.drop_former()
@@ -466,11 +451,7 @@ class CoordinatorServer:
         for instruction in instructions:
             match instruction:
                 case Send(number, message):
-                    if not isinstance(message, _OF_ONE_SESSION):
-                        self._send_peers(job)
                     self._send(job, number, message, payloads)
-                case Broadcast():
-                    job.peers.add(instruction)
                 case Persist():
                     job.num_writes += 1
                     self._keep(self._persist(job, instruction))
@@ -479,15 +460,6 @@ class CoordinatorServer:
                     if connection is not None:
                         job.closings.note(connection.peer.rsplit(":", 1)[0], reason)
                         connection.close()
-
-    def _send_peers(self, job: _Job) -> None:
-        """SERVE-PEERS"""
-        messages, source = job.peers.take()
-        payloads: dict[int, Payload] = {}
-        for message in messages:
-            for number in list(job.state.sessions):
-                if number != source:
-                    self._send(job, number, message, payloads)
 
     def _send(self, job: _Job, number: int, message: CoordinatorMessage, payloads: dict[int, Payload]) -> None:
         """`payloads`: of messages that the caller holds, by their ids."""

@@ -21,7 +21,6 @@ EventName = Literal[
     "fenced",
     "requested",
     "join noticed",
-    "bad notice",
     "coordinator died",
     "coordinator reachable",
     "coordinator unreachable",

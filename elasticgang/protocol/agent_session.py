@@ -15,7 +15,8 @@ READDRESS  So it does once its host has lost the address at which its ranks list
 UNBOUND  Before its first record, an agent is bound by no lease, and waits longest for an answer: its ranks cannot act.
          A coordinator that is slow because many agents come at once would otherwise lose them all, and their return
          would make it slower.
-RESEND   What the coordinator must know is in each `Hello` and in each report; nothing is lost with a session.
+RESEND   What the coordinator must know is in each `Hello` and in each report, and the agent's facts follow the first
+         `Welcome` of a session; nothing is lost with one.
 """
 
 from __future__ import annotations
@@ -51,8 +52,6 @@ from elasticgang.protocol.coordinator_messages import (
     KnownDecision,
     Notice,
     Notify,
-    PeerMessage,
-    PeerMessages,
     Promise,
     Push,
     Ready,
@@ -64,11 +63,13 @@ from elasticgang.protocol.coordinator_messages import (
     SessionEvent,
     SessionInstruction,
     SetLease,
+    StatesDiffer,
     Term,
     Ticked,
     Timeouts,
     Welcome,
 )
+from elasticgang.protocol.job_facts import NO_FACTS, AgentFacts, JobFacts
 from elasticgang.protocol.record import Record, Undecided, Unrecoverable
 
 Instructions: TypeAlias = "list[SessionInstruction]"
@@ -80,7 +81,7 @@ _MAX_DOUBLINGS = 3
 class AgentSession:
     """`handle` is the only way in. `decision`: the newest that this agent accepted. `lease_until_s`: None before the
     first answer. `is_ended`: this agent takes part no more. `former`,
-    `former_decision`: as of `Hello`."""
+    `former_decision`: as of `Hello`. `facts`: the newest."""
 
     agent: str
     incarnation: str
@@ -94,6 +95,8 @@ class AgentSession:
     is_ended: bool = False
     former: str = ""
     former_decision: Decision | None = None
+    facts: AgentFacts = NO_FACTS
+    _told: AgentFacts | None = None  # facts, in the open session; None: the coordinator may have any of a former one
     _session: int = 0
     _address: str = ""  # of the open session; "" without one
     _term: Term | None = None  # of the coordinator of this session
@@ -154,6 +157,7 @@ class AgentSession:
     def _connected(self, address: str, now_s: float) -> Instructions:
         self._session += 1
         self._address, self._term, self._in_office = address, None, False
+        self._told = NO_FACTS if self._session == 1 else None
         self._beats_s.clear()
         self._hello_s = self._last_answer_s = now_s
         self._next_beat_s = now_s + self.timeouts.heartbeat_s
@@ -186,11 +190,17 @@ class AgentSession:
         | JoinRequest
         | Finished
         | Goodbye
-        | PeerMessage,
+        | StatesDiffer
+        | AgentFacts,
     ) -> Instructions:
         return [SendToCoordinator(message)] if self._address else []
 
-    def _notify(self, message: EndGeneration | JoinRequest | Finished | Goodbye | PeerMessage) -> Instructions:
+    def _notify(
+        self, message: EndGeneration | JoinRequest | Finished | Goodbye | StatesDiffer | AgentFacts
+    ) -> Instructions:
+        if isinstance(message, AgentFacts):
+            self.facts = message
+            return self._tell_facts()
         if isinstance(message, EndGeneration):
             self.over = max(self.over, message.generation)
         if isinstance(message, Finished):
@@ -198,6 +208,15 @@ class AgentSession:
         out = self._send(message)
         self.is_ended = self.is_ended or isinstance(message, Goodbye)
         return out
+
+    def _tell_facts(self) -> Instructions:
+        """FACTS-ALONE, RESEND."""
+        is_alone = self.decision is not None and self.decision.record.agents == (self.agent,)
+        facts = NO_FACTS if is_alone else self.facts
+        if not self.is_welcome or facts == self._told:
+            return []
+        self._told = facts
+        return self._send(facts)
 
     def _collect(self) -> Instructions:
         if not self._is_report_due or not self.is_welcome or self._held is not None:
@@ -283,9 +302,9 @@ class AgentSession:
                 return [Inform(agent_events.Finished())]
             case Notice("undecided", reason):
                 return [Inform(message), Inform(agent_events.RecordAnswered(Undecided(reason)))]
-            case PeerMessages(messages):
-                return [Inform(each) for each in messages if each.agent != self.agent]
-            case Notice():
+            case StatesDiffer(step, generation, text):
+                return [Inform(agent_events.StateDiffers(step, generation, text, ends_job=True, is_own=False))]
+            case Notice() | JobFacts():
                 return [Inform(message)]
             case Evicted(reason):
                 return self._end(f"evicted: {reason}")
@@ -304,6 +323,7 @@ class AgentSession:
         self.promised = self._term = welcome.term
         was_in_office, self._in_office = self._in_office, welcome.in_office
         out = self._send(Promise(welcome.term))
+        out += self._tell_facts()
         if is_first and welcome.in_office:
             self._last_answer_s = now_s
             out += self._renew(self._hello_s, now_s)
@@ -343,6 +363,7 @@ class AgentSession:
             out += self._deliver_held()
         out += self._notices(push.over, push.joining)
         out += self._send(Accepted(record.generation, record.digest))  # after what ranks wait for
+        out += self._tell_facts()
         if self._held is not None:
             out += self._heartbeat(now_s)  # one before `Accepted` renews no lease (UNACCEPTED)
         return out

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from elasticgang.protocol.job_facts import AgentFacts, JobFacts
 from elasticgang.protocol.record import Record, Report
 from elasticgang.protocol.values import value
 
@@ -179,20 +180,13 @@ class Heartbeat:
 
 
 @value(frozen=True)
-class PeerMessage:
-    """The coordinator forwards it to all other agents: successors, hang edges, failures of scripts, differences of
-    states. It decides nothing. `agent`: the sender, set by the coordinator."""
+class StatesDiffer:
+    """Nobody can say whose state is right, as of `agent_events.StateDiffers`. Also from the coordinator to the other
+    agents, once for each generation and step."""
 
-    topic: str
-    data: str
-    agent: str = ""
-
-
-@value(frozen=True)
-class PeerMessages:
-    """What agents have told all others, in order. An agent finds its own messages too, and ignores them."""
-
-    messages: tuple[PeerMessage, ...]
+    step: int
+    generation: int
+    text: str
 
 
 AgentMessage = (
@@ -206,7 +200,8 @@ AgentMessage = (
     | Finished
     | Goodbye
     | Heartbeat
-    | PeerMessage
+    | StatesDiffer
+    | AgentFacts
 )
 
 
@@ -311,7 +306,8 @@ CoordinatorMessage = (
     | EndGeneration
     | JoinNotice
     | Finished
-    | PeerMessages
+    | StatesDiffer
+    | JobFacts
     | Notice
     | Evicted
     | Refused
@@ -370,14 +366,6 @@ class Send:
 
 
 @value(frozen=True)
-class Broadcast:
-    """Send `message` to all sessions but `source`, before any later message that is not for one session alone."""
-
-    message: PeerMessage
-    source: int
-
-
-@value(frozen=True)
 class Persist:
     """Write to the state directory and fsync; then bring `Persisted`, if there is a decision. `finished`: the job has
     finished. `addresses`: of the coordinators that have used the directory since the decision (MOVED). `own`: the
@@ -396,7 +384,7 @@ class CloseSession:
     reason: str
 
 
-CoordinatorInstruction = Send | Broadcast | Persist | CloseSession
+CoordinatorInstruction = Send | Persist | CloseSession
 
 
 # -- events and instructions of the agent's session
@@ -449,7 +437,7 @@ class ReportCollected:
 class Notify:
     """Tell the coordinator, and tell it again in the next session where that is needed."""
 
-    message: EndGeneration | JoinRequest | Finished | Goodbye | PeerMessage
+    message: EndGeneration | JoinRequest | Finished | Goodbye | StatesDiffer | AgentFacts
 
 
 SessionEvent = (
@@ -491,7 +479,7 @@ class CollectReport:
 
 @value(frozen=True)
 class Inform:
-    """Bring `event` (of `agent_events.py`) to the agent's state machine; a `PeerMessage` or `Notice` to the agent."""
+    """Bring `event` (of `agent_events.py`) to the agent's state machine; `JobFacts` or a `Notice` to the agent."""
 
     event: Any
 

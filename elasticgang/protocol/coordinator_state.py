@@ -66,7 +66,6 @@ from elasticgang.protocol.coordinator_messages import (
     Accepted,
     AgentExited,
     AgentMessage,
-    Broadcast,
     CloseSession,
     CoordinatorEvent,
     CoordinatorInstruction,
@@ -86,7 +85,6 @@ from elasticgang.protocol.coordinator_messages import (
     KnownDecision,
     Notice,
     OfficeGranted,
-    PeerMessage,
     Persist,
     Persisted,
     Promise,
@@ -97,11 +95,13 @@ from elasticgang.protocol.coordinator_messages import (
     RequestDecision,
     Send,
     SessionClosed,
+    StatesDiffer,
     Term,
     Ticked,
     Timeouts,
     Welcome,
 )
+from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts
 from elasticgang.protocol.next_record import mismatch, next_record
 from elasticgang.protocol.record import NO_RECORD, Record, RecordRef, Report, Undecided, Unrecoverable
 
@@ -204,6 +204,8 @@ class CoordinatorState:
     _first_report_s: float | None = None
     _num_founders: int = 1  # the most agents for which a report wants the first record to wait
     _is_founding_due: bool = False  # the next tick looks whether there are enough
+    _facts: GatheredFacts = field(default_factory=GatheredFacts)
+    _difference: tuple[int, int] = 0, 0  # the generation and the step of the newest one
     _undecided: str = ""  # the newest reason for which a proposal was undecided: it holds while it is `reason`
     _undecided_s: float = 0.0  # since when
     _waiting_s: float | None = None  # NOTICE: since when ready agents wait for others
@@ -342,8 +344,11 @@ class CoordinatorState:
             case Goodbye(reason):
                 self._left.add(session.agent)
                 return self._exit(session.agent, f"agent {session.agent} ends: {reason}", has_left=True)
-            case PeerMessage(topic, data):
-                return [Broadcast(PeerMessage(topic, data, session.agent), number)]
+            case StatesDiffer():
+                return self._differ(message, number) if self._is_member(session.agent) else []
+            case AgentFacts():
+                self._facts.replace(session.agent, message)
+                return self._tell_facts()
 
     def _hear(self, number: int) -> bool:
         """UNACCEPTED: False if it owes an acceptance."""
@@ -364,7 +369,7 @@ class CoordinatorState:
             return []
         in_office = self.in_office
         limit_s = self.timeouts.lost_after_s if in_office or record is None else self.timeouts.lease_s / 2
-        out: Instructions = []
+        out = self._tell_facts(on_tick=True)
         members = () if record is None else record.agents
         dispensable = self._dispensable(in_office)
         for agent in self._silences.beyond(limit_s, dispensable) if dispensable else ():
@@ -452,6 +457,8 @@ class CoordinatorState:
         is_harmless = record.generation == self._finished_in and self._exited.issuperset(agents)
         for agent in agents:
             out += self._close(agent, self._why_lost(agent, record))
+        self._facts.drop(agents)
+        out += self._tell_facts()
         new = tuple([agent for agent in agents if agent not in self.lost])
         if new and not is_harmless:
             out += self._broadcast(Notice("left" if has_left else "lost", "", new))
@@ -518,6 +525,8 @@ class CoordinatorState:
         if self.in_office and self._is_evicted(number):
             return [*out, self._evict(number)]
         out.append(Send(number, self._welcome(session)))
+        if self._facts.sent != JobFacts():
+            out.append(Send(number, self._facts.sent))
         if known is not None:
             out += self._accepted(number, known)
         if self.in_office:
@@ -598,6 +607,8 @@ class CoordinatorState:
             self._withdraw_report(session.agent)
             if not self._is_member(session.agent):
                 self._silences.forget(session.agent)
+                self._facts.drop([session.agent])
+                return self._tell_facts()
         return []
 
     def _withdraw_report(self, agent: str) -> None:
@@ -632,7 +643,7 @@ class CoordinatorState:
         self.lost.clear()
         self._exited.clear()
         self._leave_office()
-        return self._persist()
+        return self._persist() + self._drop_facts_of_absent()
 
     def _learn_term(self, term: Term) -> Instructions:
         """Another coordinator has, or had, a term that is not lower: take a higher one."""
@@ -835,6 +846,24 @@ class CoordinatorState:
         self.finished = True
         return self._persist() + self._broadcast(Finished(generation))
 
+    def _differ(self, difference: StatesDiffer, source: int) -> Instructions:
+        found = difference.generation, difference.step
+        if found == self._difference:
+            return []
+        self._difference = found
+        return self._broadcast(difference, source)
+
+    def _tell_facts(self, *, on_tick: bool = False) -> Instructions:
+        """FACTS-JOB."""
+        facts = self._facts.changed(on_tick=on_tick)
+        return [] if facts is None else self._broadcast(facts)
+
+    def _drop_facts_of_absent(self) -> Instructions:
+        """FACTS-WHOLE: of agents that are not in the record, and have no session."""
+        present = self._session_of
+        self._facts.drop([a for a in self._facts.agents if a not in present and not self._is_member(a)])
+        return self._tell_facts()
+
     def _broadcast(self, message: CoordinatorMessage, source: int | None = None) -> Instructions:
         return [Send(number, message) for number in self.sessions if number != source]
 
@@ -1013,7 +1042,7 @@ class CoordinatorState:
             if record.has_agent(session.agent) and self._may_be_sent(session.agent):
                 self._withdraw_report(session.agent)  # of the others it stands: the record may never reach them
                 out.append(Send(number, push))
-        return out + self._welcome_again() + self._announce(self._reports)
+        return out + self._welcome_again() + self._announce(self._reports) + self._drop_facts_of_absent()
 
     def _must_accept(self, before: Record | None, record: Record) -> frozenset[str]:
         """ACCEPT."""

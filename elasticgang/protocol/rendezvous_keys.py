@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from elasticgang.errors import WireError
-from elasticgang.protocol.batches import in_batches
 
 MAX_NAME_CHARS = 256
 MAX_VALUE_CHARS = 1 << 20
 MAX_CHARS = 64 << 20
+MAX_SENT_CHARS = 1 << 20  # in one message: JSON has up to 12 bytes for each, and a message at most 16 MiB
 MAX_ASKED = 1 << 16
 
 _P = TypeVar("_P", bound=Hashable)
@@ -56,8 +56,16 @@ class RendezvousKeys:
 
 
 def batches(keys: Sequence[Key]) -> Iterator[tuple[Key, ...]]:
-    """`keys` in as many messages as needed."""
-    return in_batches(keys, lambda key: sum(map(len, key)))
+    """`keys` in as many messages as needed: `MAX_SENT_CHARS` in each, or one key."""
+    begin, size = 0, 0
+    for number, key in enumerate(keys):
+        num_chars = sum(map(len, key))
+        if number > begin and size + num_chars > MAX_SENT_CHARS:
+            yield tuple(keys[begin:number])
+            begin, size = number, 0
+        size += num_chars
+    if keys:
+        yield tuple(keys[begin:])
 
 
 class KeyExchange(Generic[_P]):

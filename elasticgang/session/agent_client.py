@@ -68,7 +68,7 @@ class SessionOwner(Protocol):
         """The report of the host's members; None unless every live rank waits for the next record."""
 
     def inform(self, event: Any) -> None:
-        """Take an event of `agent_events.py`, or a `PeerMessage`."""
+        """Take an event of `agent_events.py`, `JobFacts` or a `Notice`."""
 
     def kill_ranks(self, reason: str) -> None: ...
 

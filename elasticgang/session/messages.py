@@ -16,6 +16,7 @@ from typing import Any
 
 from elasticgang.errors import ElasticGangError, WireError
 from elasticgang.protocol import coordinator_messages as m
+from elasticgang.protocol.job_facts import MAX_FAILURES, MAX_WAITS, AgentFacts, JobFacts, ScriptFailure, Wait
 from elasticgang.protocol.record import Record, Report, report_from_json, report_to_json
 from elasticgang.protocol.record_delta import apply_delta, delta_of
 from elasticgang.protocol.rendezvous_keys import MAX_NAME_CHARS, MAX_VALUE_CHARS, Asked, Key, RendezvousKeys
@@ -218,8 +219,7 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.Finished: lambda x: [x.generation],
     m.Goodbye: lambda x: [x.reason],
     m.Heartbeat: lambda x: [x.number],
-    m.PeerMessage: lambda x: [x.topic, x.data, x.agent],
-    m.PeerMessages: lambda x: [[[each.topic, each.data, each.agent] for each in x.messages]],
+    m.StatesDiffer: lambda x: [x.step, x.generation, x.text],
     m.Welcome: lambda x: [x.term, x.in_office, x.over, x.joining, x.finished, x.everywhere],
     m.Push: lambda x: [decision_to_json(x.decision), x.over, x.joining],
     m.RequestDecision: lambda x: [x.digest],
@@ -232,11 +232,52 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.Granted: lambda x: [x.reason],
     m.JobUnrecoverable: lambda x: [x.reason],
     RendezvousKeys: lambda x: [x.prefix, x.groups, x.keys, x.asked],
+    AgentFacts: lambda x: _agent_facts_to_json(x),
+    JobFacts: lambda x: _job_facts_to_json(x),
 }
 
 
-def _peer_message(topic: Any, data: Any, agent: Any) -> m.PeerMessage:
-    return m.PeerMessage(_name(topic), _text(data), _text(agent))
+def _agent_facts_to_json(facts: AgentFacts) -> list[Any]:
+    waits = [[wait.generation, wait.group, wait.reached] for wait in facts.waits]
+    return [facts.has_successors, waits, [[each.member, each.local_rank, each.step] for each in facts.failures]]
+
+
+def _job_facts_to_json(facts: JobFacts) -> list[Any]:
+    waits = [[wait.generation, wait.group, wait.reached, wait.agent] for wait in facts.waits]
+    failures = [[each.member, each.local_rank, each.step, each.agent] for each in facts.failures]
+    return [facts.have_successors, waits, failures]
+
+
+def _wait(generation: Any, group: Any, reached: Any, agent: str = "") -> Wait:
+    if group is not None and (type(group) is not int or not 0 < group < 1 << 64):
+        raise TypeError("the key of a group is expected")
+    return Wait(_number(generation), group, reached if reached is None else _number(reached), agent)
+
+
+def _failure(member: Any, local_rank: Any, step: Any, agent: str = "") -> ScriptFailure:
+    return ScriptFailure(_name(member), _number(local_rank), _number(step), agent)
+
+
+def _agent_facts(has_successors: Any, waits: Any, failures: Any) -> AgentFacts:
+    if len(waits) > MAX_WAITS or len(failures) > MAX_FAILURES:
+        raise ValueError("an agent has too many facts")
+    return AgentFacts(
+        _flag(has_successors),
+        tuple(_wait(generation, group, reached) for generation, group, reached in waits),
+        tuple(_failure(member, local_rank, step) for member, local_rank, step in failures),
+    )
+
+
+def _job_facts(have_successors: Any, waits: Any, failures: Any) -> JobFacts:
+    return JobFacts(
+        _flag(have_successors),
+        tuple(_wait(generation, group, reached, _text(agent)) for generation, group, reached, agent in waits),
+        tuple(_failure(member, local_rank, step, _text(agent)) for member, local_rank, step, agent in failures),
+    )
+
+
+def _states_differ(step: Any, generation: Any, text: Any) -> m.StatesDiffer:
+    return m.StatesDiffer(_number(step), _number(generation), _text(text))
 
 
 def _rendezvous_keys(prefix: Any, groups: Any, keys: Any, asked: Any) -> RendezvousKeys:
@@ -274,7 +315,8 @@ _FROM_AGENT: dict[str, Callable[..., Any]] = {
     "Finished": lambda generation: m.Finished(_number(generation)),
     "Goodbye": lambda reason: m.Goodbye(_text(reason)),
     "Heartbeat": lambda number: m.Heartbeat(_number(number)),
-    "PeerMessage": _peer_message,
+    "StatesDiffer": _states_differ,
+    "AgentFacts": _agent_facts,
     "RendezvousKeys": _rendezvous_keys,
 }
 
@@ -288,7 +330,8 @@ _FROM_COORDINATOR: dict[str, Callable[..., Any]] = {
     "EndGeneration": _end_generation,
     "JoinNotice": lambda generation: m.JoinNotice(_number(generation)),
     "Finished": lambda generation: m.Finished(_number(generation)),
-    "PeerMessages": lambda messages: m.PeerMessages(tuple(_peer_message(*each) for each in messages)),
+    "StatesDiffer": _states_differ,
+    "JobFacts": _job_facts,
     "Notice": lambda topic, reason, agents: m.Notice(_name(topic), _text(reason), _texts(agents)),
     "Evicted": lambda reason: m.Evicted(_text(reason)),
     "Refused": lambda reason: m.Refused(_text(reason)),

@@ -339,11 +339,6 @@ class Cluster:
                 generation.sever()
         return self.generations[record.digest]
 
-    def num_successors(self, at: str) -> int:
-        """The number of successors that the host `at` knows."""
-        zone = self.hosts[at].zone if self.hosts[at].alive else None
-        return sum([h.num_successors for h in self.hosts.values() if h.alive and (h.zone == zone or h.name == at)])
-
     def holdings(self) -> str:
         """The state of each live rank, for the log."""
         living = (rank for rank in self.ranks.values() if rank.alive)

@@ -16,7 +16,6 @@ from elasticgang.protocol.coordinator_messages import (
     Accepted,
     AgentExited,
     AgentMessage,
-    Broadcast,
     CloseSession,
     CoordinatorEvent,
     CoordinatorInstruction,
@@ -25,7 +24,6 @@ from elasticgang.protocol.coordinator_messages import (
     Hello,
     JobUnrecoverable,
     OfficeGranted,
-    PeerMessages,
     Persist,
     Persisted,
     Promise,
@@ -226,10 +224,7 @@ class CoordinatorProcess:
             for instruction in instructions:
                 if isinstance(instruction, Send) and isinstance(instruction.message, JobUnrecoverable):
                     cluster.note_lost_state()
-                if isinstance(instruction, Broadcast):
-                    message = PeerMessages((instruction.message,))
-                    self.outbox += [Send(to, message) for to in state.sessions if to != instruction.source]
-                elif not isinstance(instruction, Persist):
+                if not isinstance(instruction, Persist):
                     self.outbox.append(instruction)
                 elif self.disk is None:
                     raise Violation("PERSIST-1: a coordinator without a directory writes")

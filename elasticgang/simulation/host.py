@@ -32,10 +32,10 @@ from elasticgang.protocol.coordinator_messages import (
     Goodbye,
     JoinRequest,
     Notify,
-    PeerMessage,
     Push,
     ReportRequested,
 )
+from elasticgang.protocol.job_facts import AgentFacts, JobFacts, ScriptFailure
 from elasticgang.simulation import host_session, promises
 from elasticgang.simulation.coordinator_process import TIMEOUTS, CoordinatorProcess, SimulatedSession, clock_rate
 from elasticgang.simulation.held_runs import HeldRuns
@@ -94,6 +94,8 @@ class Host:
         self.has_begun = False
         self.former = ""  # its id before it was fenced, until it has rejoined
         self.early: list[Any] = []
+        self.job_facts = JobFacts()
+        self.failures: list[ScriptFailure] = []
         self.newest_over = self.newest_join = 0
         self.connection: SimulatedSession | None = None
         self.session = AgentSession(agent or name, incarnation=name, timeouts=TIMEOUTS)
@@ -139,6 +141,11 @@ class Host:
         return self.agent_state.num_successors([rank.name for rank in self.ranks if rank.draining])
 
     @property
+    def num_known_successors(self) -> int:
+        """What its ranks vote on."""
+        return self.num_successors + self.job_facts.have_successors
+
+    @property
     def is_inert(self) -> bool:
         return all(not rank.alive or rank.phase in (REQUESTING, STARTING) for rank in self.ranks)
 
@@ -162,6 +169,7 @@ class Host:
         self.connection.is_agent_open = False
         self.connection.to_agent.clear()
         self.connection = None
+        self.job_facts = JobFacts()
 
     def may_dial(self, coordinator: CoordinatorProcess) -> bool:
         """A process with the id of another reaches only coordinators that know that one (see SENDER)."""
@@ -276,6 +284,7 @@ class Host:
         for instruction in instructions:
             if self.alive:
                 self._follow(cluster, instruction)
+        self.tell_facts(cluster)
         cluster.finished = cluster.finished or agent_state.finished
         record = agent_state.record
         if before is not None and record is not before and (record is None or record.generation <= before.generation):
@@ -309,7 +318,7 @@ class Host:
             case events.NotifyFinished(generation):
                 host_session.do(self, cluster, Notify(Finished(generation)))
             case events.BroadcastFailure(member, local_rank, step):
-                host_session.do(self, cluster, Notify(PeerMessage("failed", f"{member} {local_rank} {step}")))
+                self.failures.append(ScriptFailure(member, local_rank, step))
             case events.RetireMembers(members, _):
                 self.send_to_ranks(members, "over", None)
             case events.Warn():
@@ -320,6 +329,11 @@ class Host:
                 cluster.log.append(f"{self.name} ends: {reason}")
             case _:
                 self._follow_processes(cluster, instruction)
+
+    def tell_facts(self, cluster: Cluster) -> None:
+        facts = AgentFacts(self.num_successors > 0, failures=tuple(self.failures))
+        if self.has_begun and facts != self.session.facts:
+            host_session.do(self, cluster, Notify(facts))
 
     def _broadcast_over(self, cluster: Cluster, end: EndGeneration) -> None:
         if end.generation > self.newest_over:

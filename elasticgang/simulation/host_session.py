@@ -15,13 +15,13 @@ from elasticgang.protocol.coordinator_messages import (
     Inform,
     KillRanks,
     Notice,
-    PeerMessage,
     ReportCollected,
     SendToCoordinator,
     SessionEvent,
     SetLease,
     Ticked,
 )
+from elasticgang.protocol.job_facts import JobFacts
 from elasticgang.protocol.record import PROTOCOL, Record, Undecided
 from elasticgang.simulation.coordinator_process import TIMEOUTS, CoordinatorProcess, SimulatedSession
 from elasticgang.simulation.invariants import Violation
@@ -67,12 +67,15 @@ def rejoin(host: Host, cluster: Cluster) -> None:
     host.has_begun = False
     host.newest_over = host.newest_join = 0
     host.early.clear()
+    host.failures.clear()
     host.lease_until_s = None  # UNBOUND
     host.session = host.session.under(host.id)
 
 
 def tick(host: Host, cluster: Cluster) -> None:
     do(host, cluster, Ticked())
+    if host.alive:
+        host.tell_facts(cluster)
     deadline_s = host.agent.deadline_s
     if host.alive and deadline_s is not None and deadline_s <= host.clock_s(cluster) + host.ahead_s:
         host.handle(cluster, events.TimePassed())
@@ -134,9 +137,12 @@ def _inform(host: Host, cluster: Cluster, event: Any) -> None:
         cluster.end_host(host)
     elif not host.has_begun:
         host.early.append(event)
-    elif isinstance(event, PeerMessage):
-        member, local_rank, step = event.data.split()
-        host.handle(cluster, events.PeerFailed(event.agent, member, int(local_rank), int(step)))
+    elif isinstance(event, JobFacts):
+        host.job_facts = event
+        for failure in event.failures:
+            if failure.agent != host.id and host.alive:
+                told = events.PeerFailed(failure.agent, failure.member, failure.local_rank, failure.step)
+                host.handle(cluster, told)
     elif isinstance(event, Notice):
         cluster.note(event)
     else:

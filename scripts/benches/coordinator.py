@@ -9,8 +9,8 @@ is lost, and joins again, again and again. Prints one JSON line per figure:
   change_cpu_ms       of the coordinator for one lost rank: p50, max (in steps of 10 ms)
   sent_bytes          by the coordinator to each agent for one lost rank: mean
   first_sent_bytes    for the first one, after which all learners are active
-  peers_ms            all agents tell all others something at once, as when a rank hangs: until the last has all of it
-  peers_cpu_ms        of the coordinator for that
+  facts_ms            all agents tell at once that their ranks wait, as when one hangs: until the last knows of others
+  facts_cpu_ms        of the coordinator for that
   heartbeat_cpu       of the coordinator while nothing happens, in percent of a core
 
 With `--tls` there is a second coordinator with agents of its own, which speak TLS. The changes take turns, each figure
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -51,9 +50,9 @@ from elasticgang.protocol.coordinator_messages import (
     EndGeneration,
     JoinRequest,
     Notify,
-    PeerMessage,
     Welcome,
 )
+from elasticgang.protocol.job_facts import AgentFacts, JobFacts, Wait
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Seat
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
@@ -149,7 +148,7 @@ class SimulatedAgent:
         self._num_started = 1
         self._fresh: set[str] = set(self._members.values())
         self._is_ready = True
-        self._num_heard = 0
+        self._has_heard = False
         session = AgentSession(self._name, incarnation=f"{number}", timeouts=_TIMEOUTS)
         self.client = AgentClient(session, self, ("127.0.0.1", port), _JOB, credentials)
 
@@ -175,9 +174,8 @@ class SimulatedAgent:
         self.client.notify(Notify(JoinRequest(self._record.generation)))
 
     def tell_others(self) -> None:
-        waits = [(member, 2, 1234567890, 100) for member in self._members.values()]
         self._tell("tells")
-        self.client.notify(Notify(PeerMessage("blocked_on", json.dumps(waits))))
+        self.client.notify(Notify(AgentFacts(waits=(Wait(2, 1234567890, 100),))))
 
     # -- what its session asks for
 
@@ -196,9 +194,9 @@ class SimulatedAgent:
             if self._record is not None and event.generation == self._record.generation and not self._is_ready:
                 self._is_ready = True
                 self.client.request_report()
-        elif isinstance(event, PeerMessage):
-            self._num_heard += 1
-            if self._num_heard % (self._args.agents - 1) == 0:
+        elif isinstance(event, JobFacts):
+            if not self._has_heard and any(wait.agent == "" for wait in event.waits):
+                self._has_heard = True
                 self._tell("heard")
         elif isinstance(event, agent_events.RecordAnswered):
             if not isinstance(event.answer, Record):
@@ -306,7 +304,7 @@ class Fleet:
         raise TimeoutError("an agent does not get the next record")
 
     def all_hear(self) -> float:
-        """Wait until every agent has heard what all others tell. Returns the seconds since the first one told it."""
+        """Wait until every agent knows that others wait. Returns the seconds since the first one told it."""
         told_s: list[float] = []
         heard_s: list[float] = []
         end_s = time.monotonic() + _LIMIT_S
@@ -380,8 +378,8 @@ class Deployment:
             before_s = _usage(self.coordinator)[0]
             for agent in range(self._args.agents):
                 self.fleet.order(agent, "tell_others")
-            yield _figure("peers_ms", [self.fleet.all_hear()])
-            yield _figure("peers_cpu_ms", [_usage(self.coordinator)[0] - before_s])
+            yield _figure("facts_ms", [self.fleet.all_hear()])
+            yield _figure("facts_cpu_ms", [_usage(self.coordinator)[0] - before_s])
         used_s, began_s = _usage(self.coordinator)[0], time.monotonic()
         time.sleep(self._args.idle)
         share = (_usage(self.coordinator)[0] - used_s) / (time.monotonic() - began_s)

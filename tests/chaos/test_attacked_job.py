@@ -25,9 +25,10 @@ from elasticgang.protocol.coordinator_messages import (
     Heartbeat,
     Hello,
     KnownDecision,
-    PeerMessage,
+    StatesDiffer,
     Term,
 )
+from elasticgang.protocol.job_facts import AgentFacts, ScriptFailure
 from elasticgang.protocol.record import PROTOCOL
 from elasticgang.protocol.rendezvous_keys import Key, RendezvousKeys
 from elasticgang.session.frames import FrameWriter, body_frame
@@ -182,7 +183,8 @@ def test_a_holder_of_the_secret_in_another_job_reaches_nobody(job: AttackedJob) 
         session = say_hello(job, "yet another job", name)
         session.send(EndGeneration(1, "forged"))
         session.send(RendezvousKeys(job.prefix, ("root",), (Key("root", "0", "forged"),)))
-        session.send(PeerMessage("failed", '["m", 0, 1]'))
+        session.send(AgentFacts(failures=(ScriptFailure("m", 0, 1), ScriptFailure("n", 0, 1))))
+        session.send(StatesDiffer(1, 1, "forged"))
         session.sock.close()
 
 
@@ -265,8 +267,13 @@ def test_a_log_that_nobody_reads_keeps_nobody_waiting(tmp_path: Path) -> None:
 def test_a_slow_reader_is_cut_off(job: AttackedJob) -> None:
     with job.unharmed(96 * MB):
         reader, writer = (say_hello(job, "a slow job", name) for name in ("reader", "writer"))
-        for _ in range(60):
-            writer.send(PeerMessage("topic", "x" * MB))
+        number = 0
+        while "unread" not in job.coordinator.stderr:  # what the writer makes both be sent, it reads
+            names = (os.urandom(128).hex() for _ in range(32))
+            failures = tuple(ScriptFailure(name, 0, 32 * number + at) for at, name in enumerate(names))
+            writer.send(AgentFacts(failures=failures))
+            writer.receive()
+            number += 1
         assert len(job.logged("unread")) == 1
         close_all([reader.sock, writer.sock])
 

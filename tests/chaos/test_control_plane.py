@@ -35,6 +35,7 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import JOB_TIMEOUTS
+from elasticgang.protocol.job_facts import Wait
 from elasticgang.protocol.record import MemberReport, Record
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.protocol.restarts import Restarts
@@ -90,7 +91,6 @@ class Host:
         self.control_plane = ControlPlane(self, coordinator, JOB, Credentials(), limits, JOB_TIMEOUTS, self.lease)
         self.said: list[str] = []
         self.logged: list[str] = []
-        self.waits: list[Any] = []
         self.timed_out = ""
         self.changed = asyncio.Event()
         self._reports: dict[str, MemberReport] = {}
@@ -130,7 +130,7 @@ class Host:
                 case RequestRecord():
                     self.control_plane.request()
                 case BroadcastFailure(member, local_rank, step):
-                    self.control_plane.broadcast_failed(member, local_rank, step)
+                    self.control_plane.tell_failure(member, local_rank, step)
                 case Fail(_, reason):
                     self.said.append(reason)
                 case DeliverRecord(members, record):
@@ -153,11 +153,7 @@ class Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def on_peer_blocked(self, agent: str, waits: list[list[Any]]) -> None:
-        self.waits = waits
-        self.changed.set()
-
-    def on_successors_changed(self) -> None:
+    def on_facts_changed(self) -> None:
         self.changed.set()
 
     def kill_coordinator(self) -> None: ...
@@ -297,21 +293,22 @@ def test_agents_tell_each_other_in_which_step_a_script_has_failed() -> None:
 # CONTROL-2
 def test_successors_of_another_agent_count_while_there_is_a_session() -> None:
     async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
-        one.control_plane.broadcast_successors(2)
-        await other.until(lambda: other.control_plane.num_successors == 2)
-        one.control_plane.broadcast_successors(0)
-        await other.until(lambda: other.control_plane.num_successors == 0)
-        one.control_plane.broadcast_successors(1)
-        await other.until(lambda: other.control_plane.num_successors == 1)
+        one.control_plane.tell_successors(True)
+        await other.until(lambda: other.control_plane.facts.have_successors)
+        one.control_plane.tell_successors(False)
+        await other.until(lambda: not other.control_plane.facts.have_successors)
+        one.control_plane.tell_successors(True)
+        await other.until(lambda: other.control_plane.facts.have_successors)
         await coordinator.stop()
-        await other.until(lambda: other.control_plane.num_successors == 0)
+        await other.until(lambda: not other.control_plane.facts.have_successors)
         await coordinator.start(founds=False)
-        await other.until(lambda: other.control_plane.num_successors == 1)  # told again in the new session
+        await other.until(lambda: other.control_plane.facts.have_successors)  # told again in the new session
 
     play(story)
 
 
-def test_an_agent_that_takes_part_alone_does_not_broadcast_its_successors() -> None:
+# FACTS-ALONE
+def test_an_agent_that_takes_part_alone_tells_no_facts() -> None:
     async def run() -> None:
         coordinator = Coordinator()
         await coordinator.start()
@@ -320,16 +317,15 @@ def test_an_agent_that_takes_part_alone_does_not_broadcast_its_successors() -> N
             await one.start()
             await one.enters(1)
             await other.start()
-            one.control_plane.broadcast_successors(2)
-            one.control_plane.broadcast_blocked_on([["a0", 1, None, 3]])
-            await other.until(lambda: other.waits != [])  # it would come after
-            assert other.control_plane.num_successors == 0
+            one.control_plane.tell_successors(True)
+            one.control_plane.broadcast_join(1)
+            await other.until(lambda: "join noticed" in other.logged)  # it would come after
+            assert not other.control_plane.facts.have_successors
             for member in ("a0", "a1"):
                 one.request(member, broken=False)
             for host in (one, other):
                 await host.enters(2)
-            one.control_plane.broadcast_successors(2)
-            await other.until(lambda: other.control_plane.num_successors == 2)
+            await other.until(lambda: other.control_plane.facts.have_successors)
         finally:
             for host in (one, other):
                 await host.stop()
@@ -345,22 +341,14 @@ def test_waits_and_failures_are_told_again_in_a_new_session() -> None:
         await coordinator.stop()
         for host in (one, other):
             await host.until(lambda host=host: "coordinator unreachable" in host.logged)  # type: ignore[misc]
-        one.control_plane.broadcast_failed("a1", 1, 5)
-        one.control_plane.broadcast_blocked_on([["a0", 1, None, 3]])
+        one.control_plane.tell_failure("a1", 1, 5)
+        one.control_plane.tell_waits((Wait(1, 7, 3),))
         await coordinator.start(founds=False)
-        await other.until(lambda: other.waits == [["a0", 1, None, 3]])  # after the failure
+        await other.until(lambda: other.control_plane.facts.waits == (Wait(1, 7, 3, "a"),))  # after the failure
         other.handle(Exited("b1", 1, raised=True, step=5))
         assert other.said[-1].endswith("rank 1 exited with code 1 in step 5, in which rank 1 of agent a had failed too")
 
     play(story, max_restarts=3)
-
-
-def test_waits_reach_the_other_agent_and_what_is_none_is_dropped() -> None:
-    async def story(_: Coordinator, one: Host, other: Host) -> None:
-        one.control_plane.broadcast_blocked_on([["a0", 1, None, 3]])
-        await other.until(lambda: other.waits == [["a0", 1, None, 3]])
-
-    play(story)
 
 
 # CONTROL-3, SERVE-EXITED

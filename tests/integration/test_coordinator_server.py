@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,9 @@ from elasticgang.protocol.coordinator_messages import (
     Granted,
     Hello,
     Notify,
-    PeerMessage,
     Term,
 )
+from elasticgang.protocol.job_facts import AgentFacts, JobFacts, ScriptFailure
 from elasticgang.protocol.record import Undecided
 from elasticgang.session import agent_client
 from elasticgang.session import connection as connections
@@ -283,22 +283,10 @@ def test_a_session_that_does_not_begin_is_closed(monkeypatch: pytest.MonkeyPatch
     play(test, Job(founds=False))
 
 
-# SERVE-PEERS
-def test_what_agents_tell_each_other_comes_before_what_the_coordinator_sends_later() -> None:
-    async def test(job: Job) -> None:
-        a, b = await found(job)
-        for agent, number in itertools.product((a, b), range(3)):
-            agent.client.notify(Notify(PeerMessage("topic", str(number))))
-        a.end_generation()
-        for agent in (a, b):
-            await agent.next()
-        for agent, other in ((a, "b"), (b, "a")):
-            told = [event for event in agent.events if isinstance(event, PeerMessage)]
-            assert told == [PeerMessage("topic", str(number), other) for number in range(3)]
-        kinds = [type(event) for event in b.events[-5:]]
-        assert kinds == [PeerMessage] * 3 + [agent_events.PeerNotice, agent_events.RecordAnswered]
-
-    play(test, Job())
+def many_facts(number: int) -> Notify:
+    """Of 4 kB and more, also when they are compressed."""
+    names = (os.urandom(128).hex() for _ in range(32))
+    return Notify(AgentFacts(failures=tuple(ScriptFailure(name, 0, 32 * number + at) for at, name in enumerate(names))))
 
 
 # SERVE-ORDER
@@ -306,7 +294,6 @@ def test_a_session_that_breaks_in_the_midst_of_a_broadcast_is_handled_after_it(m
     """The job is founded once the agent that does not read is cut off: the others get the message first."""
     monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", 1 << 20)
     monkeypatch.setattr(led_jobs, "QUICK", replace(QUICK, founding_s=DEADLINE_S, lost_after_s=DEADLINE_S))
-    message = Notify(PeerMessage("topic", "x" * 100_000))
 
     async def test(job: Job) -> None:
         stuck = await asyncio.to_thread(Session, job.port, CREDENTIALS.key, AGENT, "job")
@@ -320,15 +307,15 @@ def test_a_session_that_breaks_in_the_midst_of_a_broadcast_is_handled_after_it(m
             await asyncio.sleep(0.01)
         num_received = 0
         while len(state.sessions) == 3:
-            sender.client.notify(message)
+            sender.client.notify(many_facts(num_received))
             num_received += 1
-            while sum(isinstance(event, PeerMessage) for event in receiver.events) < num_received:
+            while sum(isinstance(event, JobFacts) for event in receiver.events) < num_received:
                 await receiver.has_event.wait()
                 receiver.has_event.clear()
         assert num_received > 10
         await receiver.next()
         kinds = [type(event) for event in receiver.events if not isinstance(event, agent_events.PeerNotice)]
-        assert kinds == [PeerMessage] * num_received + [agent_events.RecordAnswered]
+        assert kinds == [JobFacts] * num_received + [agent_events.RecordAnswered]
 
     with contextlib.ExitStack() as sockets:
         play(test, Job())
@@ -394,12 +381,12 @@ def test_jobs_are_apart() -> None:
         a, _ = await found(job)
         others = [job.add(name, job="other") for name in ("a", "b")]
         assert (await others[0].next()).job == "other"
-        others[0].client.notify(Notify(PeerMessage("topic", "data")))
-        while not any(isinstance(event, PeerMessage) for event in others[1].events):
+        others[0].client.notify(Notify(AgentFacts(has_successors=True)))
+        while not any(isinstance(event, JobFacts) for event in others[1].events):
             others[1].has_event.clear()
             await others[1].has_event.wait()
-        assert [e for e in others[1].events if isinstance(e, PeerMessage)] == [PeerMessage("topic", "data", "a")]
-        assert not any(isinstance(event, PeerMessage) for event in a.events)
+        assert [e for e in others[1].events if isinstance(e, JobFacts)] == [JobFacts(have_successors=True)]
+        assert not any(isinstance(event, JobFacts) for event in a.events)
 
     play(test, Job())
 

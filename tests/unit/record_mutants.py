@@ -21,6 +21,7 @@ from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Action, Attempt
 from elasticgang.protocol.coordinator_messages import CollectReport, DecisionRef, EndGeneration, Hello, Ready
 from elasticgang.protocol.coordinator_state import CoordinatorState
+from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts, Wait
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
 from elasticgang.protocol.record_form import RecordForm, digest_of_line
@@ -30,6 +31,7 @@ from tests.unit import (
     test_coordinator_notices,
     test_coordinator_state,
     test_coverage,
+    test_job_facts,
     test_next_record,
     test_operators_word,
     test_record_form,
@@ -42,6 +44,8 @@ from tests.unit.patches import always, with_monkeypatch
 from tests.unit.unit_mutant import UnitMutant
 
 _coordinator_decides = CoordinatorState._decide
+_changed = GatheredFacts.changed
+_connected = AgentSession._connected
 _end = CoordinatorState._end
 _may_hold = recovery._may_hold
 _beyond_max = next_record._surplus_agents
@@ -149,6 +153,31 @@ def _collect_at_once(self: AgentSession) -> Any:
 def _hello_beside_another(self: CoordinatorState, number: int, hello: Hello) -> Any:
     self._asked.clear()
     return _hello(self, number, hello)
+
+
+def _connect_without_facts(self: AgentSession, address: str, now_s: float) -> Any:
+    out, self.facts = _connected(self, address, now_s), AgentFacts()
+    return out
+
+
+def _tell_all_facts(self: AgentSession) -> Any:
+    return self._send(self.facts) if self.is_welcome else []
+
+
+def _all_failures(self: GatheredFacts) -> Any:
+    return tuple(failure for step in sorted(self._failed) for failure in self._failed[step])
+
+
+def _all_waits(self: GatheredFacts) -> Any:
+    return tuple(
+        Wait(generation, group, reached if counts else None, agent)
+        for (generation, group, counts), agents in self._waiting.items()
+        for agent, reached in agents.items()
+    )
+
+
+def _change_at_once(self: GatheredFacts, *, on_tick: bool = False) -> JobFacts | None:
+    return _changed(self, on_tick=True)
 
 
 RECORD_MUTANTS = {
@@ -320,5 +349,28 @@ RECORD_MUTANTS = {
     "the last holder leaves before another layout is taken": UnitMutant(
         ((MemberState, "_is_new", always(False)),),
         test_reshape.test_the_last_holder_stays_until_the_record_knows_that_it_drains,
+    ),
+    "facts outlive their agent": UnitMutant(
+        ((GatheredFacts, "drop", always(None)),),
+        test_job_facts.test_the_facts_of_a_member_outlive_its_session_until_it_is_lost,
+    ),
+    "facts are told once": UnitMutant(
+        ((AgentSession, "_connected", _connect_without_facts),),
+        test_job_facts.test_an_agent_sends_its_facts_in_each_session,
+    ),
+    "an agent alone tells its facts": UnitMutant(
+        ((AgentSession, "_tell_facts", _tell_all_facts),),
+        test_job_facts.test_an_agent_that_takes_part_alone_tells_no_facts,
+    ),
+    "all failures of a step are told": UnitMutant(
+        ((GatheredFacts, "_first_failures", _all_failures),),
+        test_job_facts.test_of_a_step_the_first_two_failures_are_told,
+    ),
+    "the waits of each agent are told": UnitMutant(
+        ((GatheredFacts, "_furthest_waits", _all_waits),),
+        test_job_facts.test_of_members_that_wait_the_furthest_in_each_group_are_told,
+    ),
+    "waits are told at once": UnitMutant(
+        ((GatheredFacts, "changed", _change_at_once),), test_job_facts.test_waits_are_told_on_a_tick_alone
     ),
 }

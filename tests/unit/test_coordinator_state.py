@@ -632,7 +632,7 @@ def test_what_comes_while_a_record_is_written_is_heard() -> None:
     assert persist.decision is not None
     driver.wait(6.0)
     for session in (a, b):
-        driver.hear(session, m.PeerMessage("topic", "data"))
+        driver.hear(session, m.JoinRequest(1))
     driver.do(m.Persisted(persist.decision.record.digest))
     driver.wait(12.0)
     assert driver.state.lost == set()

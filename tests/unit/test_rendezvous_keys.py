@@ -6,9 +6,9 @@ import pytest
 
 from elasticgang.errors import WireError
 from elasticgang.protocol import rendezvous_keys
-from elasticgang.protocol.batches import MAX_SENT_CHARS
 from elasticgang.protocol.rendezvous_keys import (
     MAX_ASKED,
+    MAX_SENT_CHARS,
     MAX_VALUE_CHARS,
     Asked,
     Key,

@@ -18,6 +18,7 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.process import framing
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.job_facts import AgentFacts, JobFacts, ScriptFailure, Wait
 from elasticgang.protocol.next_record import next_record
 from elasticgang.protocol.record import MAX_RECORD_BYTES, NO_RECORD, MemberReport, Record, Report
 from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Asked, Key, RendezvousKeys
@@ -251,7 +252,9 @@ def agent_messages(record: Record) -> list[m.AgentMessage | RendezvousKeys]:
         m.Finished(3),
         m.Goodbye("bye"),
         m.Heartbeat(7),
-        m.PeerMessage("hangs", "{}"),
+        m.StatesDiffer(7, 2, "they differ"),
+        AgentFacts(),
+        AgentFacts(True, (Wait(1, (1 << 64) - 1, 7), Wait(1, 2), Wait(1)), (ScriptFailure("a/1", 1, 5),)),
         KEYS,
     ]
 
@@ -265,7 +268,9 @@ def coordinator_messages(record: Record) -> list[m.CoordinatorMessage | Rendezvo
         m.EndGeneration(3, "why", is_effect=True),
         m.JoinNotice(4),
         m.Finished(3),
-        m.PeerMessages((m.PeerMessage("hangs", "{}", "b"), m.PeerMessage("failed", "[]", "a"))),
+        m.StatesDiffer(7, 2, "they differ"),
+        JobFacts(),
+        JobFacts(True, (Wait(1, 3, 7, "b"), Wait(1, 2, 7)), (ScriptFailure("a/1", 1, 5, "a"),)),
         m.Notice("refused", "its layout is another", ("b",)),
         m.Evicted("e"),
         m.Refused("r"),
@@ -471,7 +476,7 @@ def test_a_large_message_of_a_coordinator_is_compressed() -> None:
     with pytest.raises(WireError, match="16777217 bytes is over the limit of 16777216"):
         pack(b" " * (MAX_PAYLOAD_BYTES + 1))
     with pytest.raises(WireError, match="UnicodeDecodeError"):
-        decode_from_agent(pack(encode(m.PeerMessage("successors", "1" * 10_000))))
+        decode_from_agent(pack(encode(m.Goodbye("1" * 10_000))))
 
 
 # MESSAGE-PACKED
