@@ -50,8 +50,8 @@ from elasticgang.protocol.agent_events import (
     AgentEvent,
     AgentInstruction,
     AnnounceJoin,
-    BroadcastDifference,
     BroadcastFailure,
+    BroadcastJobFailed,
     Committed,
     CoordinatorConnected,
     DeliverRecord,
@@ -329,11 +329,13 @@ class Agent:
 
     def _carry_out(self, instruction: AgentInstruction) -> None:
         match instruction:
-            case Abort(members, generation, reason, is_effect):
+            case Abort(members, generation, reason, is_effect, timed_out):
                 self._changes.incidents.ending(generation, self._ranks.all())  # INCIDENT-1
                 self._changes.reporter.caused(reason, "abort", time.monotonic(), is_effect=is_effect)
                 self._ranks.abort(members, generation, reason)
-                self._control_plane.broadcast_over(generation, reason, is_effect=is_effect)
+                self._control_plane.broadcast_over(generation, reason, is_effect=is_effect, timed_out=timed_out)
+                if timed_out:
+                    self._rank_events.late.timed_out()
                 self._rendezvous.end(generation)
             case AnnounceJoin(members, generation):
                 self._changes.reporter.caused("a rank waits to join", "join", time.monotonic())
@@ -342,6 +344,7 @@ class Agent:
             case DeliverRecord(members, record):
                 self._rendezvous.begin(record, self._lifecycle.agent)
                 self._ranks.send(members, "record", text=record.text)
+                self._rank_events.late.agreed(record.generation)
                 lost, left = self._control_plane.lost_agents, self._control_plane.left_agents
                 self._changes.agreed(record, self._lifecycle.agent, lost.difference(record.agents), left)
             case RequestRecord():
@@ -349,8 +352,8 @@ class Agent:
                 self._events.write("requested", newest_commit=self._changes.pace.newest)
             case BroadcastFailure(member, local_rank, step):
                 self._control_plane.tell_failure(member, local_rank, step)
-            case BroadcastDifference(step, generation, text):
-                self._control_plane.broadcast_difference(step, generation, text)
+            case BroadcastJobFailed(step, generation, text):
+                self._control_plane.broadcast_job_failed(step, generation, text)
             case NotifyOver(generation, reason):
                 self._control_plane.broadcast_over(generation, reason)
             case NotifyFinished(generation):

@@ -49,10 +49,10 @@ from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import (
     EndGeneration,
     Goodbye,
+    JobFailed,
     JoinRequest,
     Notice,
     Notify,
-    StatesDiffer,
     Timeouts,
     Welcome,
 )
@@ -281,11 +281,11 @@ class ControlPlane:
 
     # -- what is told
 
-    def broadcast_over(self, generation: int, reason: str, *, is_effect: bool = False) -> None:
+    def broadcast_over(self, generation: int, reason: str, *, is_effect: bool = False, timed_out: bool = False) -> None:
         if generation > self._newest_over:
             self._newest_over = generation
             reason = _seen_from_others(reason, self._callbacks.state.agent)
-            self._client.notify(Notify(EndGeneration(generation, reason, is_effect)))
+            self._client.notify(Notify(EndGeneration(generation, reason, is_effect, timed_out)))
 
     def broadcast_join(self, generation: int) -> None:
         if generation > self._newest_join:
@@ -295,8 +295,8 @@ class ControlPlane:
     def broadcast_finished(self, generation: int) -> None:
         self._client.notify(Notify(JobFinished(generation)))
 
-    def broadcast_difference(self, step: int, generation: int, text: str) -> None:
-        self._client.notify(Notify(StatesDiffer(step, generation, text)))
+    def broadcast_job_failed(self, step: int, generation: int, text: str) -> None:
+        self._client.notify(Notify(JobFailed(step, generation, text)))
 
     def tell_failure(self, member: str, local_rank: int, step: int) -> None:
         failures = (*self._own_facts.failures, ScriptFailure(member, local_rank, step))

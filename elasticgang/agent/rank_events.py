@@ -10,6 +10,7 @@ from typing import Any
 
 from elasticgang.agent.change_log import ChangeLog
 from elasticgang.agent.job import Events, Output
+from elasticgang.agent.late_collectives import LateCollectives
 from elasticgang.agent.rank_processes import RankProcess
 from elasticgang.errors import WireError
 from elasticgang.observe.event_names import DATA_WORKER_LOSSES
@@ -33,7 +34,8 @@ from elasticgang.protocol.record import checkpoint_from_json, layout_from_json, 
 
 class RankEvents:
     """`handle` takes the events, and may get a function that it calls with the instructions, before they are carried
-    out. `stopping` is set once the agent kills all of its ranks. `take_errors`: see `GpuMonitor`."""
+    out. `late`: what is known of collectives that have timed out. `stopping` is set once the agent kills all of its
+    ranks. `take_errors`: see `GpuMonitor`."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class RankEvents:
         self._shown: dict[str, int] = {}  # by traceback: the first rank that failed with it
         self._shown_whole: set[str] = set()
         self._difference = 0, 0  # the generation and the step of the last one of states that is in the events
+        self.late = LateCollectives(events, output)
         self.unsaved_step = 0  # of the job's final state, if it was to be saved and is in no checkpoint
 
     def on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
@@ -70,6 +73,7 @@ class RankEvents:
                 checkpoint = checkpoint_from_json(message["checkpoint"])
                 settings = tuple((str(name), str(value)) for name, value in message["settings"].items() if value)
                 why = message["broken"], message["timed_out"]
+                self.late.stopped(rank.local_rank, rank.page.step, str(message["stopped_at"]))
                 self._handle(
                     RecordRequested(rank.member, report, layout, *why, checkpoint, settings, left_step=left_step)
                 )

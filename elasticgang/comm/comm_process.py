@@ -20,6 +20,7 @@ COMM-8  A work of one configuration is not sent once `close_groups` or the next 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 
 from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.description import Description, describe
 from elasticgang.collectives.dtypes import gloo_dtype
 from elasticgang.collectives.table import TABLE
 from elasticgang.comm.arena import Arena
@@ -66,6 +68,7 @@ HALTED_S = 0.25
 _CALLBACKS_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 60.0
 _MAX_BODIES = 4096
+_MAX_DESCRIBED = 16
 # Timeouts in the error texts of Gloo, of the pairs that Gloo then closes, of the store, and of NCCL. Not those of TCP
 # ("Connection timed out").
 _TIMED_OUT = re.compile(
@@ -339,6 +342,7 @@ class CommProcess:
     ) -> CommWork:
         call, kind, timeout = collective.call, TABLE[collective.call], collective.timeout_s or timeout
         work = CommWork(self._reply_reader, call, collective.outputs, (timeout or self.timeout) + kind.grace_s, fail)
+        work.group, work.description = group, describe(collective)
         tensors = collective.outputs if kind.is_in_place else (*collective.outputs, *collective.inputs)
         if any(is_fake(tensor) for tensor in tensors):  # STAGING-5
             self._end(work, None)
@@ -499,6 +503,12 @@ class CommProcess:
         with self._lock:
             died = self._has_died or (not self._ended and self._pidfd >= 0 and _exited(self._pidfd, 0.0))
         return died
+
+    def under_way(self) -> list[tuple[str, Description]]:
+        """The oldest works that have not ended, each with the name of its group. Never blocks."""
+        with self._lock:
+            works = list(itertools.islice(self._works.values(), _MAX_DESCRIBED))
+        return [(work.group, work.description) for work in works if work.description is not None]
 
     @property
     def num_works(self) -> int:

@@ -44,6 +44,7 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 
 from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.description import Description, describe
 from elasticgang.collectives.preparation import start_prepared
 from elasticgang.collectives.table import TABLE, compose
 from elasticgang.collectives.work import Work, follow, waited_for
@@ -75,9 +76,12 @@ MakeGroup = Callable[[], torchft.ProcessGroup]
 class DataWork(Work):
     """A collective of one configuration, in a torchft group."""
 
-    def __init__(self, configuration: DataConfiguration, group: str, call: str, timeout: float, work: Any) -> None:
+    def __init__(
+        self, configuration: DataConfiguration, group: str, description: Description, timeout: float, work: Any
+    ) -> None:
         """`timeout`: seconds, on a device (DATA-8)."""
-        self._configuration, self._group, self._call, self._work = configuration, group, call, work
+        self._configuration, self.group, self.description, self._work = configuration, group, description, work
+        self._call = description.call
         self._timeout = timeout
         self.is_over = False
 
@@ -140,7 +144,7 @@ class DataWork(Work):
     def _complete(self, timeout: float | None) -> None:
         if not self.is_over:
             self.is_over = True
-            self._configuration.follow(self._group, self._call, timeout or self._timeout)
+            self._configuration.follow(self.group, self._call, timeout or self._timeout)
             self._configuration.let_go(self)
 
 
@@ -258,7 +262,7 @@ class DataConfiguration:
         if issued is None:
             raise translated(collective.call, reason)
         self.stamp_begin(group, collective.call)
-        work = DataWork(self, group, collective.call, collective.timeout_s or self.timeout, issued)
+        work = DataWork(self, group, describe(collective), collective.timeout_s or self.timeout, issued)
         with self._lock:
             if len(self._works) >= _MOST_UNCHECKED:
                 self._works = {work for work in self._works if not work.has_ended()}
@@ -271,6 +275,11 @@ class DataConfiguration:
         """DATA-9."""
         for tensor in tensors:
             self._groups.cuda.keep_for_current_stream(tensor)
+
+    def under_way(self) -> list[tuple[str, Description]]:
+        """The collectives whose end nobody has waited for, each with the name of its group. Never blocks."""
+        with self._lock:
+            return [(work.group, work.description) for work in self._works]
 
     def failure(self) -> GangError | None:
         """Call it once the device has done what was started. Why a collective has failed although its `wait` has

@@ -22,6 +22,7 @@ from concurrent.futures import Future as ProcessFuture
 from typing import Any
 
 from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.description import Description
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.standby_pool import StandbyPool
 from elasticgang.comm.work import CommWork
@@ -48,6 +49,7 @@ class Configuration:
         self.on_end: Callable[[GangError], None] | None = None  # called with the first error; must not block
         self.has_died = False  # the process died by itself, before or during `connect`
         self.is_connected = False  # `connect` has returned
+        self.under_way: list[tuple[str, Description]] = []  # as of `CommProcess`, when the configuration ended
         self._on_stuck = on_stuck
         self._number: int | None = None  # of the groups that `connect` has made, in the process (COMM-8)
         self._is_left = False
@@ -95,6 +97,8 @@ class Configuration:
             if self._is_left:
                 return
             is_first, self.error = self.error is None, self.error or error
+            if is_first:
+                self.under_way = self.comm.under_way()
             self.comm.kill(error, halt=halt)
         self._has_error.set()
         if is_first and self.on_end is not None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from elasticgang.collectives.description import Description
 from elasticgang.collectives.work import Work
 from elasticgang.comm import deadlines
 from elasticgang.errors import CollectiveTimeoutError, GangError, InvalidOperationError
@@ -44,6 +45,8 @@ class CommWork(Work):
         self._timeout = timeout
         self.staged: list[Any] = []  # the outputs first; inputs too, whose memory may be shared
         self.is_sent = False
+        self.group = ""
+        self.description: Description | None = None
         self.error: GangError | InvalidOperationError | None = None
         self._reply_reader = reply_reader
         self._outputs = list(outputs)

@@ -52,6 +52,7 @@ from elasticgang.member.agent_link import AgentDoor, AgentLink
 from elasticgang.member.data_store import DataStore
 from elasticgang.member.generation import Generation
 from elasticgang.member.rank_context import RankContext
+from elasticgang.member.stopped_at import stopped_at
 from elasticgang.member.sums import Sums
 from elasticgang.member.torch_environment import TorchEnvironment
 from elasticgang.process.forkserver import ForkServerClient
@@ -134,6 +135,7 @@ class ElasticRendezvous:
         self._link.send("joined", device_uuid=device_uuid(device), has_chosen_device=is_own_choice(device))
         self.drain.wake = lambda: self._link.records.put(None)
         self._unsaved: int | None = None
+        self._stopped_at = ""  # in the last generation, if it has ended by an error
         os.register_at_fork(after_in_child=self._close_in_child)
 
     @property
@@ -281,6 +283,7 @@ class ElasticRendezvous:
             checkpoint=request.checkpoint,
             settings=settings,
             left_step=isinstance(error, StepAborted),  # MANAGER-19
+            stopped_at=self._stopped_at if error is not None else "",
             **why,
         )
         reached("requested")
@@ -362,10 +365,14 @@ class ElasticRendezvous:
         sums = self._open_sums(record, rank, groups)
 
         def on_end(error: GangError) -> None:
+            if groups.comm.block is not None:  # before the training thread goes on
+                under_way = groups.under_way if data is None else [*groups.under_way, *data.under_way()]
+                self._stopped_at = stopped_at(groups.comm.block, under_way)
             sums.end()
             if data is not None:
                 data.kill(error)
 
+        self._stopped_at = ""
         groups.on_end = on_end
         self._generation = Generation(record, seat, rank, groups, sums, data)
         self.page.use(groups.comm.block)

@@ -28,6 +28,7 @@ EventName = Literal[
     "host left",
     "hung",
     "standstill",
+    "collective_timed_out",
     "data_worker_lost",
     "device_fault",
     "state_differs",

@@ -215,8 +215,10 @@ class CommBlock:
         found = {}
         for at in range(_BLOCK_HEAD, _BLOCK, _ROW):
             group = self._words[at]
+            if not group:
+                break
             name = _bytes_of(self._words[at + _COUNTS : at + _ROW]).decode(errors="ignore")
-            if group and self._words[at] == group:
+            if self._words[at] == group:
                 found[group] = name
         return found
 

@@ -111,12 +111,13 @@ class StartExpired:
 @value(frozen=True)
 class PeerNotice:
     """A notice of another agent: `generation` is over, or (`over` false) a rank waits to join it. `is_effect`: a rank
-    there has only noticed that it is over (CHANGE-3)."""
+    there has only noticed that it is over (CHANGE-3). `timed_out`: a collective has timed out there."""
 
     generation: int
     over: bool
     reason: str = ""
     is_effect: bool = False
+    timed_out: bool = False
 
 
 @value(frozen=True)
@@ -145,13 +146,21 @@ class Finished:
 @value(frozen=True)
 class StateDiffers:
     """Ranks have found in `generation` that their training states differ after `step`. `ends_job`: nobody can say which
-    is right. Each rank that knows it says so. `is_own`: a rank of this agent does, and not another agent."""
+    is right. Each rank of this agent that knows it says so."""
 
     step: int
     generation: int
     text: str
     ends_job: bool
-    is_own: bool = True
+
+
+@value(frozen=True)
+class PeerFailedJob:
+    """Another agent ends the job in `step` of `generation`, because of `reason`."""
+
+    step: int
+    generation: int
+    reason: str
 
 
 Event = (
@@ -166,6 +175,7 @@ Event = (
     | PeerNotice
     | PeerFailed
     | StateDiffers
+    | PeerFailedJob
     | Finished
     | RecordAnswered
 )
@@ -243,12 +253,13 @@ AgentEvent = (
 
 @value(frozen=True)
 class Abort:
-    """End `generation` for `members`, and notify the other agents. `is_effect`: as of `PeerNotice`."""
+    """End `generation` for `members`, and notify the other agents. `is_effect`, `timed_out`: as of `PeerNotice`."""
 
     members: tuple[str, ...]
     generation: int
     reason: str
     is_effect: bool = False
+    timed_out: bool = False
 
 
 @value(frozen=True)
@@ -289,8 +300,8 @@ class BroadcastFailure:
 
 
 @value(frozen=True)
-class BroadcastDifference:
-    """Notify all other agents that nobody can say whose state is right, as of `StateDiffers`."""
+class BroadcastJobFailed:
+    """Notify all other agents that the job ends, as of `PeerFailedJob`. `Fail` follows."""
 
     step: int
     generation: int
@@ -365,7 +376,7 @@ Instruction = (
     | DeliverRecord
     | Restart
     | BroadcastFailure
-    | BroadcastDifference
+    | BroadcastJobFailed
     | ReportDeviceFault
     | RetireMembers
     | Fail

@@ -45,6 +45,7 @@ from elasticgang.protocol.coordinator_messages import (
     HeartbeatAnswer,
     Hello,
     Inform,
+    JobFailed,
     JobUnrecoverable,
     JoinNotice,
     JoinRequest,
@@ -63,7 +64,6 @@ from elasticgang.protocol.coordinator_messages import (
     SessionEvent,
     SessionInstruction,
     SetLease,
-    StatesDiffer,
     Term,
     Ticked,
     Timeouts,
@@ -190,13 +190,13 @@ class AgentSession:
         | JoinRequest
         | Finished
         | Goodbye
-        | StatesDiffer
+        | JobFailed
         | AgentFacts,
     ) -> Instructions:
         return [SendToCoordinator(message)] if self._address else []
 
     def _notify(
-        self, message: EndGeneration | JoinRequest | Finished | Goodbye | StatesDiffer | AgentFacts
+        self, message: EndGeneration | JoinRequest | Finished | Goodbye | JobFailed | AgentFacts
     ) -> Instructions:
         if isinstance(message, AgentFacts):
             self.facts = message
@@ -302,8 +302,8 @@ class AgentSession:
                 return [Inform(agent_events.Finished())]
             case Notice("undecided", reason):
                 return [Inform(message), Inform(agent_events.RecordAnswered(Undecided(reason)))]
-            case StatesDiffer(step, generation, text):
-                return [Inform(agent_events.StateDiffers(step, generation, text, ends_job=True, is_own=False))]
+            case JobFailed(step, generation, text):
+                return [Inform(agent_events.PeerFailedJob(step, generation, text))]
             case Notice() | JobFacts():
                 return [Inform(message)]
             case Evicted(reason):
@@ -393,7 +393,7 @@ class AgentSession:
 
     def _ended(self, end: EndGeneration) -> Instructions:
         self.over = max(self.over, end.generation)
-        return [Inform(agent_events.PeerNotice(end.generation, True, end.reason, end.is_effect))]
+        return [Inform(agent_events.PeerNotice(end.generation, True, end.reason, end.is_effect, end.timed_out))]
 
     def _end(self, reason: str) -> Instructions:
         self.is_ended = True

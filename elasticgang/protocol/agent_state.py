@@ -46,8 +46,8 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.agent_events import (
     Abort,
     AnnounceJoin,
-    BroadcastDifference,
     BroadcastFailure,
+    BroadcastJobFailed,
     Committed,
     DeliverRecord,
     End,
@@ -61,6 +61,7 @@ from elasticgang.protocol.agent_events import (
     MemberLeft,
     NotStarted,
     PeerFailed,
+    PeerFailedJob,
     PeerNotice,
     RecordAnswered,
     RecordRequested,
@@ -209,6 +210,8 @@ class AgentState:
                 return [] if why is None else [Fail(1, why)]
             case StateDiffers():
                 return self._state_differs(event)
+            case PeerFailedJob(_, _, reason):
+                return [Fail(1, reason)]
             case Finished():
                 self.finished = True
                 return self._retire_the_rest() + self._request_if_ready()
@@ -306,7 +309,8 @@ class AgentState:
         if event.broken and not newcomer:
             own = LEFT_STEP if event.left_step else self._unloaded(event)
             what = own or ("timed out in a collective" if event.timed_out else "lost a peer")
-            instructions = self._abort(f"rank {rank.local_rank} {what}", is_effect=not own)
+            late = event.timed_out and not own
+            instructions = self._abort(f"rank {rank.local_rank} {what}", is_effect=not own, timed_out=late)
         instructions += self._request_if_ready()
         return self._notice_join() if newcomer and not instructions else instructions
 
@@ -345,24 +349,24 @@ class AgentState:
         if self._over >= event.generation:
             return []
         self._over = event.generation
-        return self._abort_seated(event.reason, event.is_effect)
+        return self._abort_seated(event.reason, event.is_effect, event.timed_out)
 
     def _notice_join(self) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
         return [AnnounceJoin(seated, self.record.generation)] if seated and self.record is not None else []
 
-    def _abort(self, reason: str, *, is_effect: bool = False) -> list[Instruction]:
+    def _abort(self, reason: str, *, is_effect: bool = False, timed_out: bool = False) -> list[Instruction]:
         """AGENT-2: end the generation for the members here, and once for the other agents."""
         record = self.record
         if record is None or self._over >= record.generation or not self.is_awaited():
-            return self._abort_seated(reason, is_effect)
+            return self._abort_seated(reason, is_effect, timed_out)
         self._over = record.generation
-        return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason, is_effect)]
+        return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason, is_effect, timed_out)]
 
-    def _abort_seated(self, reason: str, is_effect: bool) -> list[Instruction]:
+    def _abort_seated(self, reason: str, is_effect: bool, timed_out: bool) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
         record = self.record
-        return [Abort(seated, record.generation, reason, is_effect)] if seated and record is not None else []
+        return [Abort(seated, record.generation, reason, is_effect, timed_out)] if seated and record is not None else []
 
     def _request_if_ready(self) -> list[Instruction]:
         return [RequestRecord()] if self.may_request() else []
@@ -585,8 +589,7 @@ class AgentState:
         self._difference = found
         if not event.ends_job:
             return [Warn(event.text)]
-        notices = [BroadcastDifference(event.step, event.generation, event.text)] if event.is_own else []
-        return [*notices, Fail(1, event.text)]
+        return [BroadcastJobFailed(event.step, event.generation, event.text), Fail(1, event.text)]
 
     def _not_started(self, local_rank: int, reason: str) -> list[Instruction]:
         self._num_not_started += 1

@@ -140,11 +140,12 @@ class Ready:
 @value(frozen=True)
 class EndGeneration:
     """Also from the coordinator to the other agents. `is_effect`: a rank has only noticed that the generation is over;
-    the cause is another one (CHANGE-3)."""
+    the cause is another one (CHANGE-3). `timed_out`: a collective has timed out."""
 
     generation: int
     reason: str = ""
     is_effect: bool = False
+    timed_out: bool = False
 
 
 @value(frozen=True)
@@ -180,8 +181,8 @@ class Heartbeat:
 
 
 @value(frozen=True)
-class StatesDiffer:
-    """Nobody can say whose state is right, as of `agent_events.StateDiffers`. Also from the coordinator to the other
+class JobFailed:
+    """The sender ends the job in `step` of `generation`, and so must all. Also from the coordinator to the other
     agents, once for each generation and step."""
 
     step: int
@@ -200,7 +201,7 @@ AgentMessage = (
     | Finished
     | Goodbye
     | Heartbeat
-    | StatesDiffer
+    | JobFailed
     | AgentFacts
 )
 
@@ -306,7 +307,7 @@ CoordinatorMessage = (
     | EndGeneration
     | JoinNotice
     | Finished
-    | StatesDiffer
+    | JobFailed
     | JobFacts
     | Notice
     | Evicted
@@ -437,7 +438,7 @@ class ReportCollected:
 class Notify:
     """Tell the coordinator, and tell it again in the next session where that is needed."""
 
-    message: EndGeneration | JoinRequest | Finished | Goodbye | StatesDiffer | AgentFacts
+    message: EndGeneration | JoinRequest | Finished | Goodbye | JobFailed | AgentFacts
 
 
 SessionEvent = (

@@ -79,6 +79,7 @@ from elasticgang.protocol.coordinator_messages import (
     Heartbeat,
     HeartbeatAnswer,
     Hello,
+    JobFailed,
     JobUnrecoverable,
     JoinNotice,
     JoinRequest,
@@ -95,7 +96,6 @@ from elasticgang.protocol.coordinator_messages import (
     RequestDecision,
     Send,
     SessionClosed,
-    StatesDiffer,
     Term,
     Ticked,
     Timeouts,
@@ -205,7 +205,7 @@ class CoordinatorState:
     _num_founders: int = 1  # the most agents for which a report wants the first record to wait
     _is_founding_due: bool = False  # the next tick looks whether there are enough
     _facts: GatheredFacts = field(default_factory=GatheredFacts)
-    _difference: tuple[int, int] = 0, 0  # the generation and the step of the newest one
+    _failed_in: tuple[int, int] = 0, 0  # the generation and the step of the newest `JobFailed`
     _undecided: str = ""  # the newest reason for which a proposal was undecided: it holds while it is `reason`
     _undecided_s: float = 0.0  # since when
     _waiting_s: float | None = None  # NOTICE: since when ready agents wait for others
@@ -344,8 +344,8 @@ class CoordinatorState:
             case Goodbye(reason):
                 self._left.add(session.agent)
                 return self._exit(session.agent, f"agent {session.agent} ends: {reason}", has_left=True)
-            case StatesDiffer():
-                return self._differ(message, number) if self._is_member(session.agent) else []
+            case JobFailed():
+                return self._fail_job(message, number) if self._is_member(session.agent) else []
             case AgentFacts():
                 self._facts.replace(session.agent, message)
                 return self._tell_facts()
@@ -846,12 +846,12 @@ class CoordinatorState:
         self.finished = True
         return self._persist() + self._broadcast(Finished(generation))
 
-    def _differ(self, difference: StatesDiffer, source: int) -> Instructions:
-        found = difference.generation, difference.step
-        if found == self._difference:
+    def _fail_job(self, failed: JobFailed, source: int) -> Instructions:
+        where = failed.generation, failed.step
+        if where == self._failed_in:
             return []
-        self._difference = found
-        return self._broadcast(difference, source)
+        self._failed_in = where
+        return self._broadcast(failed, source)
 
     def _tell_facts(self, *, on_tick: bool = False) -> Instructions:
         """FACTS-JOB."""

@@ -213,13 +213,13 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.Promise: lambda x: [x.term],
     m.KnownDecision: lambda x: [decision_to_json(x.decision)],
     m.Ready: lambda x: [report_to_json(x.report)],
-    m.EndGeneration: lambda x: [x.generation, x.reason, x.is_effect],
+    m.EndGeneration: lambda x: [x.generation, x.reason, x.is_effect, x.timed_out],
     m.JoinRequest: lambda x: [x.generation],
     m.Accepted: lambda x: [x.generation, x.digest],
     m.Finished: lambda x: [x.generation],
     m.Goodbye: lambda x: [x.reason],
     m.Heartbeat: lambda x: [x.number],
-    m.StatesDiffer: lambda x: [x.step, x.generation, x.text],
+    m.JobFailed: lambda x: [x.step, x.generation, x.text],
     m.Welcome: lambda x: [x.term, x.in_office, x.over, x.joining, x.finished, x.everywhere],
     m.Push: lambda x: [decision_to_json(x.decision), x.over, x.joining],
     m.RequestDecision: lambda x: [x.digest],
@@ -276,8 +276,8 @@ def _job_facts(have_successors: Any, waits: Any, failures: Any) -> JobFacts:
     )
 
 
-def _states_differ(step: Any, generation: Any, text: Any) -> m.StatesDiffer:
-    return m.StatesDiffer(_number(step), _number(generation), _text(text))
+def _job_failed(step: Any, generation: Any, text: Any) -> m.JobFailed:
+    return m.JobFailed(_number(step), _number(generation), _text(text))
 
 
 def _rendezvous_keys(prefix: Any, groups: Any, keys: Any, asked: Any) -> RendezvousKeys:
@@ -290,8 +290,8 @@ def _rendezvous_keys(prefix: Any, groups: Any, keys: Any, asked: Any) -> Rendezv
     return RendezvousKeys(_name(prefix), tuple(_name(group) for group in groups), tuple(found), wanted)
 
 
-def _end_generation(generation: Any, reason: Any, is_effect: Any) -> m.EndGeneration:
-    return m.EndGeneration(_number(generation), _text(reason), _flag(is_effect))
+def _end_generation(generation: Any, reason: Any, is_effect: Any, timed_out: Any) -> m.EndGeneration:
+    return m.EndGeneration(_number(generation), _text(reason), _flag(is_effect), _flag(timed_out))
 
 
 _FROM_AGENT: dict[str, Callable[..., Any]] = {
@@ -315,7 +315,7 @@ _FROM_AGENT: dict[str, Callable[..., Any]] = {
     "Finished": lambda generation: m.Finished(_number(generation)),
     "Goodbye": lambda reason: m.Goodbye(_text(reason)),
     "Heartbeat": lambda number: m.Heartbeat(_number(number)),
-    "StatesDiffer": _states_differ,
+    "JobFailed": _job_failed,
     "AgentFacts": _agent_facts,
     "RendezvousKeys": _rendezvous_keys,
 }
@@ -330,7 +330,7 @@ _FROM_COORDINATOR: dict[str, Callable[..., Any]] = {
     "EndGeneration": _end_generation,
     "JoinNotice": lambda generation: m.JoinNotice(_number(generation)),
     "Finished": lambda generation: m.Finished(_number(generation)),
-    "StatesDiffer": _states_differ,
+    "JobFailed": _job_failed,
     "JobFacts": _job_facts,
     "Notice": lambda topic, reason, agents: m.Notice(_name(topic), _text(reason), _texts(agents)),
     "Evicted": lambda reason: m.Evicted(_text(reason)),

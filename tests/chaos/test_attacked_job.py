@@ -24,8 +24,8 @@ from elasticgang.protocol.coordinator_messages import (
     EndGeneration,
     Heartbeat,
     Hello,
+    JobFailed,
     KnownDecision,
-    StatesDiffer,
     Term,
 )
 from elasticgang.protocol.job_facts import AgentFacts, ScriptFailure
@@ -184,7 +184,7 @@ def test_a_holder_of_the_secret_in_another_job_reaches_nobody(job: AttackedJob) 
         session.send(EndGeneration(1, "forged"))
         session.send(RendezvousKeys(job.prefix, ("root",), (Key("root", "0", "forged"),)))
         session.send(AgentFacts(failures=(ScriptFailure("m", 0, 1), ScriptFailure("n", 0, 1))))
-        session.send(StatesDiffer(1, 1, "forged"))
+        session.send(JobFailed(1, 1, "forged"))
         session.sock.close()
 
 

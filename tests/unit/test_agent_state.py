@@ -191,7 +191,7 @@ def test_an_error_of_one_ends_the_generation_for_the_others() -> None:
 def test_a_collective_timeout_is_not_reported_as_a_lost_peer() -> None:
     host = running()
     assert host.asks("a1", broken=True, timed_out=True) == [
-        Abort(("a0", "a2"), 1, "rank 1 timed out in a collective", is_effect=True)
+        Abort(("a0", "a2"), 1, "rank 1 timed out in a collective", is_effect=True, timed_out=True)
     ]
 
 

@@ -13,8 +13,8 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.agent_events import (
     Abort,
     AnnounceJoin,
-    BroadcastDifference,
     BroadcastFailure,
+    BroadcastJobFailed,
     Committed,
     DeliverRecord,
     Exited,
@@ -22,6 +22,7 @@ from elasticgang.protocol.agent_events import (
     Instruction,
     MemberLeft,
     PeerFailed,
+    PeerFailedJob,
     RecordRequested,
     ReportDeviceFault,
     RequestRecord,
@@ -252,10 +253,10 @@ def test_agent_13_a_difference_is_told_once() -> None:
 
 # AGENT-13
 def test_agent_13_without_anybody_who_is_right_all_agents_fail() -> None:
-    told, failed = BroadcastDifference(5, 1, "states differ"), Fail(1, "states differ")
+    told, failed = BroadcastJobFailed(5, 1, "states differ"), Fail(1, "states differ")
     found = StateDiffers(5, 1, "states differ", ends_job=True)
     assert running(3, max_restarts=3).state.handle(found) == [told, failed]
-    assert running(3, max_restarts=3).state.handle(replace(found, is_own=False)) == [failed]
+    assert running(3, max_restarts=3).state.handle(PeerFailedJob(5, 1, "states differ")) == [failed]
 
 
 def test_a_rank_killed_while_it_exits_after_an_exception_has_failed() -> None:

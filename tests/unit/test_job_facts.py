@@ -216,7 +216,7 @@ def test_the_facts_of_an_agent_that_is_in_the_record_no_more_end_with_it() -> No
 def test_a_difference_of_states_is_told_once_and_by_a_member() -> None:
     driver, a, b = found()
     stranger = driver.open("c")
-    difference = m.StatesDiffer(4, 1, "they differ")
+    difference = m.JobFailed(4, 1, "they differ")
     assert driver.hear(stranger, difference) == []
     assert driver.hear(b, difference) == [m.Send(a, difference), m.Send(stranger, difference)]
     assert driver.hear(a, difference) == []
@@ -269,8 +269,8 @@ def test_what_a_coordinator_tells_of_others_is_brought_to_the_agent() -> None:
     connect(session)
     facts = JobFacts(have_successors=True)
     assert session.handle(m.Answer(facts), 0.0) == [m.Inform(facts)]
-    differ = agent_events.StateDiffers(4, 1, "they differ", ends_job=True, is_own=False)
-    assert session.handle(m.Answer(m.StatesDiffer(4, 1, "they differ")), 0.0) == [m.Inform(differ)]
+    differ = agent_events.PeerFailedJob(4, 1, "they differ")
+    assert session.handle(m.Answer(m.JobFailed(4, 1, "they differ")), 0.0) == [m.Inform(differ)]
 
 
 def test_facts_reach_sessions_that_wait_for_a_record() -> None:

@@ -1,0 +1,61 @@
+"""Says where the ranks of this host stopped when a collective has timed out.
+
+LATE-1  One line for a generation, once all ranks of this host have stopped. While the same step times out again, it is
+    written for the 2nd, 4th, 8th time and so on. The event is written each time.
+"""
+
+from __future__ import annotations
+
+from elasticgang.agent.job import Events, Output
+
+_MAX_PLACES = 6
+
+
+class LateCollectives:
+    def __init__(self, events: Events, output: Output) -> None:
+        self._events, self._output = events, output
+        self._has_timed_out = False
+        self._stopped_at: dict[int, str] = {}  # by local rank, in the present generation
+        self._step = 0
+        self._num_times = 0  # in a row, in `_last_step`
+        self._last_step = -1
+
+    def timed_out(self) -> None:
+        """A collective has, in the present generation, on this host or on another one."""
+        self._has_timed_out = True
+
+    def stopped(self, local_rank: int, step: int | None, stopped_at: str) -> None:
+        """The rank has left the present generation. `stopped_at`: see `member.stopped_at`; empty if it is unknown."""
+        if stopped_at:
+            self._stopped_at[local_rank] = stopped_at
+            self._step = max(self._step, step or 0)
+
+    def agreed(self, generation: int) -> None:
+        """LATE-1. The generation after the one in which they have stopped begins."""
+        stopped_at, self._stopped_at = self._stopped_at, {}
+        step, self._step = self._step, 0
+        has_timed_out, self._has_timed_out = self._has_timed_out, False
+        if not has_timed_out or not stopped_at:
+            return
+        self._num_times = self._num_times + 1 if step == self._last_step else 1
+        self._last_step = step
+        self._events.write(
+            "collective_timed_out",
+            step=step,
+            generation=generation - 1,
+            num_times=self._num_times,
+            ranks=[{"local_rank": rank, "stopped_at": stopped_at[rank]} for rank in sorted(stopped_at)],
+        )
+        if self._num_times & (self._num_times - 1) == 0:
+            times = f", {self._num_times} times in a row" if self._num_times > 1 else ""
+            where = _places(stopped_at)
+            self._output.write_line(f"elasticgang: a collective has timed out in step {step}{times}: {where}")
+
+
+def _places(stopped_at: dict[int, str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(stopped_at):
+        ranks.setdefault(stopped_at[rank], []).append(rank)
+    named = [f"rank {', '.join(map(str, who))} stopped {where}" for where, who in list(ranks.items())[:_MAX_PLACES]]
+    more = [f"{len(ranks) - _MAX_PLACES} more places"] if len(ranks) > _MAX_PLACES else []
+    return "; ".join(named + more)

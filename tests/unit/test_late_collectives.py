@@ -1,0 +1,139 @@
+"""What is said of collectives that time out."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elasticgang.agent.job import Output
+from elasticgang.agent.late_collectives import LateCollectives
+from elasticgang.collectives.collective import Collective, ReduceOperation
+from elasticgang.collectives.description import describe
+from elasticgang.member.stopped_at import script_line, stopped_at
+from elasticgang.process.status_page import CommBlock, StatusPage
+
+HERE = Path(__file__).name
+
+
+class Told:
+    """Both `Events` and `Output`."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.events: list[dict[str, Any]] = []
+
+    def write_line(self, line: str) -> None:
+        self.lines.append(line)
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+    def write_file(self, name: str, text: str) -> None:
+        raise AssertionError(name)
+
+
+@pytest.fixture
+def block() -> Iterator[CommBlock]:
+    fd = StatusPage.create()
+    found = cast(CommBlock, StatusPage(fd).take_block())
+    found.configure(["0-1", "reduce:0-1"], {"0-1": "root, dp", "reduce:0-1": "reduce"})
+    found.add("control:0-1", "control")
+    yield found
+    os.close(fd)
+
+
+def test_a_collective_is_described_without_its_tensors() -> None:
+    tensor = torch.ones(2, 3, dtype=torch.bfloat16)
+    reduced = describe(Collective("all_reduce", (tensor,), (tensor,), ReduceOperation.MAX))
+    assert str(reduced) == "all_reduce of 2x3 bfloat16 by MAX"
+    assert str(describe(Collective("broadcast", (torch.ones(()),), ()))) == "broadcast of 1 float32"
+    assert str(describe(Collective("barrier"))) == "barrier"
+
+
+def test_a_rank_names_the_collectives_that_it_has_not_completed(block: CommBlock) -> None:
+    block.set_groups(["0-1", "reduce:0-1"])
+    for _ in range(3):
+        block.submitted("0-1", False)
+    for _ in range(2):
+        block.completed("0-1", False)
+    tensor = torch.ones(4)
+    under_way = [("0-1", describe(Collective("all_reduce", (tensor,), (tensor,))))]
+    what, _, line = stopped_at(block, under_way).partition(", at ")
+    assert what == "in all_reduce of 4 float32 by SUM (number 3 of gang root, dp)"
+    assert line.startswith(f"{HERE}:")
+    block.submitted("reduce:0-1", False)
+    block.submitted("0-1", True)
+    assert stopped_at(block, []).startswith(
+        "in a collective (number 3 of gang root, dp), the reduction of gradients (a collective, number 1), at "
+    )
+
+
+def test_a_rank_names_sums_and_messages(block: CommBlock) -> None:
+    assert stopped_at(block, []).startswith("in no collective, at ")
+    block.submitted("control:0-1", False)
+    block.submitted("0-1", True)
+    send = describe(Collective("send", (), (torch.ones(2),)))
+    assert stopped_at(block, [("0-1", send)]).startswith(
+        "in send of 2 float32 of gang root, dp, a sum over all ranks (a vote, or totals), at "
+    )
+
+
+def test_the_line_is_that_of_the_main_thread() -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(script_line()))
+    thread.start()
+    thread.join()  # in the standard library
+    assert found[0].startswith(f"{HERE}:")
+
+
+# LATE-1
+def test_where_ranks_have_stopped_is_told_once_for_each_doubling() -> None:
+    told = Told()
+    late = LateCollectives(told, cast(Output, told))
+    for generation in range(2, 11):
+        late.timed_out()
+        for rank, where in ((1, "in a sum, at a.py:7"), (0, "in no collective, at a.py:3"), (2, "in a sum, at a.py:7")):
+            late.stopped(rank, 5, where)
+        late.agreed(generation)
+    places = "rank 0 stopped in no collective, at a.py:3; rank 1, 2 stopped in a sum, at a.py:7"
+    assert told.lines == [
+        f"elasticgang: a collective has timed out in step 5{times}: {places}"
+        for times in ("", ", 2 times in a row", ", 4 times in a row", ", 8 times in a row")
+    ]
+    assert [(event["generation"], event["num_times"]) for event in told.events] == [(n, n) for n in range(1, 10)]
+    assert told.events[0]["ranks"][1] == {"local_rank": 1, "stopped_at": "in a sum, at a.py:7"}
+
+
+def test_nothing_is_told_of_other_ends() -> None:
+    told = Told()
+    late = LateCollectives(told, cast(Output, told))
+    late.stopped(0, 5, "in a sum, at a.py:7")
+    late.agreed(2)
+    late.timed_out()
+    late.stopped(0, 6, "")
+    late.agreed(3)
+    assert not told.lines
+    assert not told.events
+    for step in (7, 8):
+        late.timed_out()
+        late.stopped(0, step, "in a sum, at a.py:7")
+        late.agreed(step)
+    assert [line.partition(": rank")[0] for line in told.lines] == [
+        f"elasticgang: a collective has timed out in step {step}" for step in (7, 8)
+    ]
+
+
+def test_many_places_are_not_all_named() -> None:
+    told = Told()
+    late = LateCollectives(told, cast(Output, told))
+    late.timed_out()
+    for rank in range(8):
+        late.stopped(rank, 5, f"at a.py:{rank}")
+    late.agreed(2)
+    assert told.lines[0].endswith("; rank 5 stopped at a.py:5; 2 more places")
