@@ -329,12 +329,15 @@ class Agent:
 
     def _carry_out(self, instruction: AgentInstruction) -> None:
         match instruction:
-            case Abort(members, generation, reason, is_effect, timed_out):
+            case Abort(members, generation, cause):
                 self._changes.incidents.ending(generation, self._ranks.all())  # INCIDENT-1
-                self._changes.reporter.caused(reason, "abort", time.monotonic(), is_effect=is_effect)
+                reason = cause.text(self._lifecycle.agent)
+                self._changes.reporter.caused(
+                    reason, "abort", time.monotonic(), is_effect=cause.is_effect, agents=cause.ended_agents
+                )
                 self._ranks.abort(members, generation, reason)
-                self._control_plane.broadcast_over(generation, reason, is_effect=is_effect, timed_out=timed_out)
-                if timed_out:
+                self._control_plane.broadcast_over(generation, cause)
+                if cause.timed_out:
                     self._rank_events.late.timed_out()
                 self._rendezvous.end(generation)
             case AnnounceJoin(members, generation):
@@ -354,8 +357,8 @@ class Agent:
                 self._control_plane.tell_failure(member, local_rank, step)
             case BroadcastJobFailed(step, generation, text):
                 self._control_plane.broadcast_job_failed(step, generation, text)
-            case NotifyOver(generation, reason):
-                self._control_plane.broadcast_over(generation, reason)
+            case NotifyOver(generation, cause):
+                self._control_plane.broadcast_over(generation, cause)
             case NotifyFinished(generation):
                 self._control_plane.broadcast_finished(generation)
             case ReportDeviceFault():

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
 import socket
 import time
@@ -57,6 +56,7 @@ from elasticgang.protocol.coordinator_messages import (
     Welcome,
 )
 from elasticgang.protocol.coordinator_messages import Finished as JobFinished
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import MAX_FAILURES, NO_FACTS, AgentFacts, JobFacts, ScriptFailure, Wait
 from elasticgang.protocol.record import Record, Report, Undecided
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
@@ -281,11 +281,10 @@ class ControlPlane:
 
     # -- what is told
 
-    def broadcast_over(self, generation: int, reason: str, *, is_effect: bool = False, timed_out: bool = False) -> None:
+    def broadcast_over(self, generation: int, cause: EndCause) -> None:
         if generation > self._newest_over:
             self._newest_over = generation
-            reason = _seen_from_others(reason, self._callbacks.state.agent)
-            self._client.notify(Notify(EndGeneration(generation, reason, is_effect, timed_out)))
+            self._client.notify(Notify(EndGeneration(generation, cause)))
 
     def broadcast_join(self, generation: int) -> None:
         if generation > self._newest_join:
@@ -421,14 +420,6 @@ class ControlPlane:
     def left_agents(self) -> set[str]:
         """Agents that have told the coordinator that they end."""
         return self._left_agents
-
-
-def _seen_from_others(reason: str, agent: str) -> str:
-    """`reason` for other agents, which have ranks of the same numbers. It may be another agent's own."""
-    ranks = re.match(r"rank \d+(, \d+)*", reason)
-    if ranks is None or reason.startswith(" of agent ", ranks.end()):
-        return reason
-    return f"{ranks[0]} of agent {agent}{reason[ranks.end() :]}"
 
 
 def _seen_from_outside(host: str) -> str:

@@ -26,6 +26,7 @@ from elasticgang.protocol.coordinator_messages import (
     Notify,
     Welcome,
 )
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
@@ -113,7 +114,7 @@ class _Agent:
         await self._next()
 
     def _end(self, record: Record) -> None:
-        self.client.notify(Notify(EndGeneration(record.generation, "a rank is lost or joins")))
+        self.client.notify(Notify(EndGeneration(record.generation, EndCause("a rank is lost or joins"))))
         self.client.request_report()
 
     async def _next(self) -> Record:

@@ -50,7 +50,7 @@ class _RankTimeline:
 class _Cause:
     """`kind`: one of `CAUSES`. `exiting`: the member whose exit it is, until that is complete. `is_effect`: a rank has
     only noticed that the generation is over (CHANGE-3). `beside`: further causes (CHANGE-4). `leaver`: the member that
-    has left before the last step."""
+    has left before the last step. `agents`: those whose own end it is."""
 
     text: str
     kind: str
@@ -60,11 +60,12 @@ class _Cause:
     is_effect: bool = False
     beside: tuple[str, ...] = ()
     leaver: str | None = None
+    agents: tuple[str, ...] = ()
 
     @property
     def may_be_beside(self) -> bool:
         """CHANGE-4. An effect is no cause of its own."""
-        return self.kind == "hung" or (self.kind == "abort" and not self.is_effect and self.text.startswith("agent "))
+        return self.kind == "hung" or (self.kind == "abort" and not self.is_effect and bool(self.agents))
 
 
 @dataclass
@@ -100,12 +101,13 @@ class ChangeReporter:
         exiting: str | None = None,
         is_effect: bool = False,
         leaver: str | None = None,
+        agents: tuple[str, ...] = (),
     ) -> None:
         """Why the present generation ends. The first cause counts, but a root cause (a death) replaces its effects (a
         lost peer). `kind`: one of `CAUSES`. `exiting`: the member that has begun to exit; `exited` follows.
         `is_effect`: a rank has only noticed that the generation is over (CHANGE-3). `leaver`: the member that has left
-        before the last step; `failed` may follow."""
-        found, known = _Cause(cause, kind, at, is_root, exiting, is_effect, leaver=leaver), self._cause
+        before the last step; `failed` may follow. `agents`: those whose own end it is."""
+        found, known = _Cause(cause, kind, at, is_root, exiting, is_effect, leaver=leaver, agents=agents), self._cause
         if known is None:
             self._cause = found
             return
@@ -132,19 +134,16 @@ class ChangeReporter:
 
     def agent_lost(self, agent: str, at: float) -> None:
         """The agent is dead: a root cause, unless the present cause names the agent already."""
-        text = "" if self._cause is None else self._cause.text
-        is_named = (
-            f"agent {agent} " in text and f" of agent {agent} " not in text
-        )  # that of a rank is no end of its agent
+        is_named = self._cause is not None and agent in self._cause.agents
         if self._record is not None and self._record.seats_of(agent) and not is_named:
-            self.caused(f"agent {agent} is lost", "agent_lost", at, is_root=True)
+            self.caused(f"agent {agent} is lost", "agent_lost", at, is_root=True, agents=(agent,))
 
     def agent_left(self, agent: str, at: float) -> None:
         """The agent has ended in order. Whatever ended the generation before that is the cause, unless it is this: the
         coordinator ends the generation of an agent that says goodbye, and names it."""
         if self._record is None or not self._record.seats_of(agent):
             return
-        self.caused(f"agent {agent} has left", "left", at)
+        self.caused(f"agent {agent} has left", "left", at, agents=(agent,))
         if self._cause is not None and self._cause.kind == "abort" and self._cause.text == f"agent {agent} has left":
             self._cause.kind = "left"
 

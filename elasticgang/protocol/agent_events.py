@@ -9,6 +9,7 @@ from __future__ import annotations
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.devices import NOT_JOINED, Taken
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.record import CheckpointRef, MemberReport, Record, Undecided, Unrecoverable
 from elasticgang.protocol.values import value
 
@@ -110,14 +111,11 @@ class StartExpired:
 
 @value(frozen=True)
 class PeerNotice:
-    """A notice of another agent: `generation` is over, or (`over` false) a rank waits to join it. `is_effect`: a rank
-    there has only noticed that it is over (CHANGE-3). `timed_out`: a collective has timed out there."""
+    """A notice of another agent: `generation` is over because of `cause`, or (`over` false) a rank waits to join it."""
 
     generation: int
     over: bool
-    reason: str = ""
-    is_effect: bool = False
-    timed_out: bool = False
+    cause: EndCause = EndCause("")
 
 
 @value(frozen=True)
@@ -253,13 +251,11 @@ AgentEvent = (
 
 @value(frozen=True)
 class Abort:
-    """End `generation` for `members`, and notify the other agents. `is_effect`, `timed_out`: as of `PeerNotice`."""
+    """End `generation` for `members`, and notify the other agents."""
 
     members: tuple[str, ...]
     generation: int
-    reason: str
-    is_effect: bool = False
-    timed_out: bool = False
+    cause: EndCause
 
 
 @value(frozen=True)
@@ -359,7 +355,7 @@ class NotifyOver:
     """Notify the other agents that `generation` is over."""
 
     generation: int
-    reason: str
+    cause: EndCause
 
 
 @value(frozen=True)

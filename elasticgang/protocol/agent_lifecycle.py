@@ -65,6 +65,7 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.devices import Devices
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.restarts import Restarts
 
 START_TIMEOUT_S = 60.0
@@ -406,7 +407,7 @@ class AgentLifecycle:
     def _notify_over(self, how: str) -> list[AgentInstruction]:
         """Notify the other agents before their ranks' connections to the ranks here break."""
         generation = None if self._is_fenced else self.state.ended_generation()
-        return [] if generation is None else [NotifyOver(generation, f"agent {self.agent} {how}")]
+        return [] if generation is None else [NotifyOver(generation, EndCause(how, (self.agent,)))]
 
     def _notify_finished(self, event: AgentEvent) -> list[AgentInstruction]:
         if self._has_finished or not self.state.finished:

@@ -69,6 +69,7 @@ from elasticgang.protocol.coordinator_messages import (
     Timeouts,
     Welcome,
 )
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import NO_FACTS, AgentFacts, JobFacts
 from elasticgang.protocol.record import Record, Undecided, Unrecoverable
 
@@ -125,7 +126,7 @@ class AgentSession:
             return []
         if self.lease_until_s is not None and now_s >= self.lease_until_s:
             if self._is_bound():
-                lease_s, over = self.timeouts.lease_s, f"the lease of agent {self.agent} is over"
+                lease_s, over = self.timeouts.lease_s, "has no lease any more"
                 return self._fence(f"no coordinator has answered for {lease_s:g} s", over)
             self.lease_until_s = None
         out: Instructions = []
@@ -137,7 +138,7 @@ class AgentSession:
             case ConnectionRefused(address, began_s):
                 out += self._refused(address, began_s, now_s)
             case AddressLost(reason):
-                out += self._fence(reason, f"agent {self.agent}: {reason}")
+                out += self._fence(reason, f"has lost its address: {reason}")
             case Answer(message):
                 out += self._receive(message, now_s) if self._address else []
             case ReportRequested():
@@ -250,10 +251,11 @@ class AgentSession:
         return self.decision is not None
 
     def _fence(self, reason: str, over: str) -> Instructions:
-        """FENCE, READDRESS. `over`: why the generation ends, for the other agents."""
+        """FENCE, READDRESS. `over`: how this agent ends the generation, for the others."""
         out = self._end(reason)
         if self.decision is not None:
-            out += self._notify(EndGeneration(self.decision.record.generation, over))
+            cause = EndCause(over, (self.agent,))
+            out += self._notify(EndGeneration(self.decision.record.generation, cause))
         return out
 
     def _renew(self, sent_s: float, now_s: float) -> Instructions:
@@ -374,7 +376,7 @@ class AgentSession:
             return []
         out: Instructions = [Inform(agent_events.RecordAnswered(record))]
         if self.over >= record.generation:
-            out.append(Inform(agent_events.PeerNotice(record.generation, over=True, reason="it is over")))
+            out.append(Inform(agent_events.PeerNotice(record.generation, over=True, cause=EndCause("it is over"))))
         if self._joining == record.generation:
             out.append(Inform(agent_events.PeerNotice(record.generation, over=False)))
         return out
@@ -385,7 +387,7 @@ class AgentSession:
         generation = self.decision.record.generation
         out: Instructions = []
         if over >= generation:
-            out += self._ended(EndGeneration(over, "it was over when the agent came back"))
+            out += self._ended(EndGeneration(over, EndCause("it was over when the agent came back")))
         if joining == generation:
             self._joining = joining
             out.append(Inform(agent_events.PeerNotice(generation, over=False)))
@@ -393,7 +395,7 @@ class AgentSession:
 
     def _ended(self, end: EndGeneration) -> Instructions:
         self.over = max(self.over, end.generation)
-        return [Inform(agent_events.PeerNotice(end.generation, True, end.reason, end.is_effect, end.timed_out))]
+        return [Inform(agent_events.PeerNotice(end.generation, True, end.cause))]
 
     def _end(self, reason: str) -> Instructions:
         self.is_ended = True

@@ -76,6 +76,7 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.devices import Devices, Fault
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.next_record import infeasible
 from elasticgang.protocol.record import (
     NO_RECORD,
@@ -310,7 +311,7 @@ class AgentState:
             own = LEFT_STEP if event.left_step else self._unloaded(event)
             what = own or ("timed out in a collective" if event.timed_out else "lost a peer")
             late = event.timed_out and not own
-            instructions = self._abort(f"rank {rank.local_rank} {what}", is_effect=not own, timed_out=late)
+            instructions = self._abort(what, rank.local_rank, is_effect=not own, timed_out=late)
         instructions += self._request_if_ready()
         return self._notice_join() if newcomer and not instructions else instructions
 
@@ -349,24 +350,25 @@ class AgentState:
         if self._over >= event.generation:
             return []
         self._over = event.generation
-        return self._abort_seated(event.reason, event.is_effect, event.timed_out)
+        return self._abort_seated(event.cause)
 
     def _notice_join(self) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
         return [AnnounceJoin(seated, self.record.generation)] if seated and self.record is not None else []
 
-    def _abort(self, reason: str, *, is_effect: bool = False, timed_out: bool = False) -> list[Instruction]:
-        """AGENT-2: end the generation for the members here, and once for the other agents."""
-        record = self.record
+    def _abort(self, what: str, *ranks: int, is_effect: bool = False, timed_out: bool = False) -> list[Instruction]:
+        """AGENT-2: end the generation for the members here, and once for the other agents, because of `what` the local
+        `ranks` did."""
+        record, cause = self.record, EndCause(what, (self.agent,), ranks, is_effect, timed_out)
         if record is None or self._over >= record.generation or not self.is_awaited():
-            return self._abort_seated(reason, is_effect, timed_out)
+            return self._abort_seated(cause)
         self._over = record.generation
-        return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason, is_effect, timed_out)]
+        return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, cause)]
 
-    def _abort_seated(self, reason: str, is_effect: bool, timed_out: bool) -> list[Instruction]:
+    def _abort_seated(self, cause: EndCause) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
         record = self.record
-        return [Abort(seated, record.generation, reason, is_effect, timed_out)] if seated and record is not None else []
+        return [Abort(seated, record.generation, cause)] if seated and record is not None else []
 
     def _request_if_ready(self) -> list[Instruction]:
         return [RequestRecord()] if self.may_request() else []
@@ -408,9 +410,7 @@ class AgentState:
         self.finished_in = max(self.finished_in, rank.generation if finished else 0)
         if finished and (part := self._part_of(member)) is not None:
             self._finished_parts.add(part)
-        instructions = (
-            self._abort(f"rank {rank.local_rank} left before the last step") if is_missed and not finished else []
-        )
+        instructions = self._abort("left before the last step", rank.local_rank) if is_missed and not finished else []
         if self.finished:
             instructions += self._retire_the_rest()
         return instructions + self._request_if_ready()
@@ -441,7 +441,7 @@ class AgentState:
             return []
         rank = self._ranks[member]
         had_seat, rank.phase = rank.phase is _Phase.SEATED, _Phase.EXITING
-        aborts = self._abort(f"rank {rank.local_rank} died") if had_seat else []
+        aborts = self._abort("died", rank.local_rank) if had_seat else []
         return [*aborts, KillRanks((member,)), *self._request_if_ready()]
 
     def _exited(self, event: Exited) -> list[Instruction]:
@@ -451,7 +451,7 @@ class AgentState:
         instructions: list[Instruction] = []
         is_early = event.status == 0 and not event.draining
         if rank.phase is _Phase.SEATED:
-            instructions += self._abort(f"rank {rank.local_rank} {describe_exit(event.status, is_early=is_early)}")
+            instructions += self._abort(describe_exit(event.status, is_early=is_early), rank.local_rank)
         is_known = rank.phase in (_Phase.LEFT, _Phase.EXITING)
         if not is_known and (self.record is None or rank.phase is not _Phase.STARTING):
             instructions += self._request_if_ready()
@@ -679,9 +679,9 @@ class AgentState:
                 seated.append(member)
         instructions: list[Instruction] = [DeliverRecord(tuple(seated), record)]
         live = self._live()
-        dead = [str(seat.local_rank) for seat in own.values() if seat.status != SPARE and seat.member not in live]
+        dead = [seat.local_rank for seat in own.values() if seat.status != SPARE and seat.member not in live]
         if dead:
-            instructions += self._abort(f"rank {', '.join(dead)} died before the generation began")
+            instructions += self._abort("died before the generation began", *dead)
         elif any(member not in own for member in self._in(_Phase.REQUESTING)):  # AGENT-3
             instructions += self._notice_join()
         return instructions + self._request_if_ready()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import AgentFacts, JobFacts
 from elasticgang.protocol.record import Record, Report
 from elasticgang.protocol.values import value
@@ -139,13 +140,10 @@ class Ready:
 
 @value(frozen=True)
 class EndGeneration:
-    """Also from the coordinator to the other agents. `is_effect`: a rank has only noticed that the generation is over;
-    the cause is another one (CHANGE-3). `timed_out`: a collective has timed out."""
+    """Also from the coordinator to the other agents."""
 
     generation: int
-    reason: str = ""
-    is_effect: bool = False
-    timed_out: bool = False
+    cause: EndCause = EndCause("")
 
 
 @value(frozen=True)

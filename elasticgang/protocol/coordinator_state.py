@@ -101,6 +101,7 @@ from elasticgang.protocol.coordinator_messages import (
     Timeouts,
     Welcome,
 )
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts
 from elasticgang.protocol.next_record import mismatch, next_record
 from elasticgang.protocol.record import NO_RECORD, Record, RecordRef, Report, Undecided, Unrecoverable
@@ -467,7 +468,7 @@ class CoordinatorState:
             return out + self._go_on_without_parents() + self._decide()
         if not is_harmless and any(record.seats_of(agent) for agent in agents):
             how = "has left" if has_left else "is lost"
-            out += self._end(EndGeneration(record.generation, f"agent {', '.join(agents)} {how}"))
+            out += self._end(EndGeneration(record.generation, EndCause(how, tuple(agents))))
         return out + self._decide()
 
     def _why_lost(self, agent: str, record: Record) -> str:
@@ -521,7 +522,7 @@ class CoordinatorState:
             self._left.add(hello.former)
             out += self._exit(hello.former, f"agent {hello.former} is now {hello.agent}")
         if hello.over and self._is_member(hello.agent):
-            out += self._end(EndGeneration(hello.over, "it was over when an agent came back"), number)
+            out += self._end(EndGeneration(hello.over, EndCause("it was over when an agent came back")), number)
         if self.in_office and self._is_evicted(number):
             return [*out, self._evict(number)]
         out.append(Send(number, self._welcome(session)))

@@ -16,6 +16,7 @@ from typing import Any
 
 from elasticgang.errors import ElasticGangError, WireError
 from elasticgang.protocol import coordinator_messages as m
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import MAX_FAILURES, MAX_WAITS, AgentFacts, JobFacts, ScriptFailure, Wait
 from elasticgang.protocol.record import Record, Report, report_from_json, report_to_json
 from elasticgang.protocol.record_delta import apply_delta, delta_of
@@ -213,7 +214,7 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.Promise: lambda x: [x.term],
     m.KnownDecision: lambda x: [decision_to_json(x.decision)],
     m.Ready: lambda x: [report_to_json(x.report)],
-    m.EndGeneration: lambda x: [x.generation, x.reason, x.is_effect, x.timed_out],
+    m.EndGeneration: lambda x: [x.generation, *_cause_to_json(x.cause)],
     m.JoinRequest: lambda x: [x.generation],
     m.Accepted: lambda x: [x.generation, x.digest],
     m.Finished: lambda x: [x.generation],
@@ -290,8 +291,18 @@ def _rendezvous_keys(prefix: Any, groups: Any, keys: Any, asked: Any) -> Rendezv
     return RendezvousKeys(_name(prefix), tuple(_name(group) for group in groups), tuple(found), wanted)
 
 
-def _end_generation(generation: Any, reason: Any, is_effect: Any, timed_out: Any) -> m.EndGeneration:
-    return m.EndGeneration(_number(generation), _text(reason), _flag(is_effect), _flag(timed_out))
+def _cause_to_json(cause: EndCause) -> list[Any]:
+    return [cause.what, cause.agents, cause.ranks, cause.is_effect, cause.timed_out]
+
+
+def _end_generation(
+    generation: Any, what: Any, agents: Any, ranks: Any, is_effect: Any, timed_out: Any
+) -> m.EndGeneration:
+    found = tuple(_number(rank) for rank in ranks)
+    if found and len(agents) != 1:
+        raise ValueError("ranks are those of one agent")
+    cause = EndCause(_text(what), _texts(agents), found, _flag(is_effect), _flag(timed_out))
+    return m.EndGeneration(_number(generation), cause)
 
 
 _FROM_AGENT: dict[str, Callable[..., Any]] = {

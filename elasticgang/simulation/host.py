@@ -301,9 +301,9 @@ class Host:
 
     def _follow(self, cluster: Cluster, instruction: events.AgentInstruction) -> None:
         match instruction:
-            case events.Abort(members, generation, reason, is_effect):
+            case events.Abort(members, generation, cause):
                 self.send_to_ranks(members, "abort", generation)
-                self._broadcast_over(cluster, EndGeneration(generation, reason, is_effect))
+                self._broadcast_over(cluster, EndGeneration(generation, cause))
             case events.AnnounceJoin(members, generation):
                 self.send_to_ranks(members, "join", generation)
                 if generation > self.newest_join:
@@ -313,8 +313,8 @@ class Host:
                 self.send_to_ranks(members, "record", record)
             case events.RequestRecord():
                 host_session.do(self, cluster, ReportRequested())
-            case events.NotifyOver(generation, reason):
-                self._broadcast_over(cluster, EndGeneration(generation, reason))
+            case events.NotifyOver(generation, cause):
+                self._broadcast_over(cluster, EndGeneration(generation, cause))
             case events.NotifyFinished(generation):
                 host_session.do(self, cluster, Notify(Finished(generation)))
             case events.BroadcastFailure(member, local_rank, step):

@@ -52,6 +52,7 @@ from elasticgang.protocol.coordinator_messages import (
     Notify,
     Welcome,
 )
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import AgentFacts, JobFacts, Wait
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Seat
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
@@ -161,7 +162,7 @@ class SimulatedAgent:
         self._tell("lost", self._record.generation)
         self._members.pop(self._args.ranks - 1)
         self._is_ready = True
-        self.client.notify(Notify(EndGeneration(self._record.generation, "a rank is lost")))
+        self.client.notify(Notify(EndGeneration(self._record.generation, EndCause("a rank is lost"))))
         self.client.request_report()
 
     def start_rank(self) -> None:

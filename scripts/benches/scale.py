@@ -39,6 +39,7 @@ from elasticgang.coordinator.server import collect_rarely
 from elasticgang.environment import ask_size
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.coordinator_state import CoordinatorState
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.record import Record, Seat
 from elasticgang.protocol.rendezvous_keys import Asked, Key, KeyExchange, RendezvousKeys
 from elasticgang.session.messages import decode_from_agent, decode_from_coordinator, encode, encode_delta
@@ -146,7 +147,7 @@ class Job:
 
     def lose(self, host: int) -> tuple[float, m.Push]:
         del self._members[host][self._num_ranks - 1]
-        return self._change(host, m.EndGeneration(self.record.generation, "a rank is lost"))
+        return self._change(host, m.EndGeneration(self.record.generation, EndCause("a rank is lost")))
 
     def restart(self, host: int) -> tuple[float, m.Push]:
         self._num_started += 1

@@ -28,6 +28,7 @@ from elasticgang.protocol.coordinator_messages import (
     KnownDecision,
     Term,
 )
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import AgentFacts, ScriptFailure
 from elasticgang.protocol.record import PROTOCOL
 from elasticgang.protocol.rendezvous_keys import Key, RendezvousKeys
@@ -159,7 +160,7 @@ def test_a_stranger_speaks_for_nobody(job: AttackedJob) -> None:
     """Of the generation that runs: its end, and a rendezvous key."""
     with job.unharmed(16 * MB):
         session = say_hello(job)
-        session.send(EndGeneration(1, "forged"))
+        session.send(EndGeneration(1, EndCause("forged")))
         session.send(RendezvousKeys(job.prefix, ("root",), (Key("root", "0", "forged"),)))
         until_closed(session.sock)
         assert len(job.logged("rendezvous keys", "generation")) == 1
@@ -181,7 +182,7 @@ def test_a_holder_of_the_secret_in_another_job_reaches_nobody(job: AttackedJob) 
     with job.unharmed(16 * MB):
         name = job.agents[0].expect("started")["agent"]
         session = say_hello(job, "yet another job", name)
-        session.send(EndGeneration(1, "forged"))
+        session.send(EndGeneration(1, EndCause("forged")))
         session.send(RendezvousKeys(job.prefix, ("root",), (Key("root", "0", "forged"),)))
         session.send(AgentFacts(failures=(ScriptFailure("m", 0, 1), ScriptFailure("n", 0, 1))))
         session.send(JobFailed(1, 1, "forged"))

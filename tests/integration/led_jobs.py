@@ -23,6 +23,7 @@ from elasticgang.protocol.coordinator_messages import (
     Timeouts,
     Welcome,
 )
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
@@ -84,7 +85,7 @@ class Agent:
         assert self.record is not None
         generation = self.record.generation
         self.is_ready = True
-        self.client.notify(Notify(EndGeneration(generation, "a rank is lost")))
+        self.client.notify(Notify(EndGeneration(generation, EndCause("a rank is lost"))))
         self.client.request_report()
 
     async def next(self) -> Record:

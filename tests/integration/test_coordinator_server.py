@@ -24,6 +24,7 @@ from elasticgang.protocol.coordinator_messages import (
     Notify,
     Term,
 )
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import AgentFacts, JobFacts, ScriptFailure
 from elasticgang.protocol.record import Undecided
 from elasticgang.session import agent_client
@@ -151,7 +152,7 @@ def test_training_goes_on_without_a_coordinator_and_the_job_after_its_restart(tm
             await asyncio.sleep(0.05)
         assert not a.killed.done()
         a.is_ready = True
-        a.client.notify(Notify(EndGeneration(1, "a rank is lost")))
+        a.client.notify(Notify(EndGeneration(1, EndCause("a rank is lost"))))
         a.client.request_report()
         server = await job.start()
         second = await a.next()

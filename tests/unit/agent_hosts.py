@@ -19,6 +19,7 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.record import ACTIVE, SPARE, MemberReport, Record, Seat, Undecided, Unrecoverable
 from elasticgang.protocol.restarts import Restarts
 
@@ -44,6 +45,10 @@ def record_of(members: Iterable[str], generation: int = 1, *, spares: Iterable[s
     known = {"committed": Attempt(0, 1), **fields}
     parent = "parent" if generation > 1 else ""
     return Record("job", generation, parent, layout, planned, seats, agents, **known)  # type: ignore[arg-type]
+
+
+def rank_did(what: str, *ranks: int, agent: str = "a", is_effect: bool = False, timed_out: bool = False) -> EndCause:
+    return EndCause(what, (agent,), ranks, is_effect, timed_out)
 
 
 class Host:

@@ -50,6 +50,7 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.record import ACTIVE, MemberReport, Record, Seat, Undecided, Unrecoverable
 
 LAYOUT = ParallelLayout()
@@ -373,11 +374,11 @@ def test_a_signal_ends_the_ranks_when_no_other_agent_goes_on(number: int) -> Non
 
 def test_sigint_and_a_second_sigterm_end_the_ranks_and_notify_the_others() -> None:
     host = running("b0")
-    assert host.gets(signal.SIGINT)[0] == NotifyOver(1, "agent a exits on SIGINT")
+    assert host.gets(signal.SIGINT)[0] == NotifyOver(1, EndCause("exits on SIGINT", ("a",)))
     host = running("b0")
     host.gets(signal.SIGTERM)
     assert host.gets(signal.SIGTERM) == [
-        NotifyOver(1, "agent a exits on SIGTERM"),
+        NotifyOver(1, EndCause("exits on SIGTERM", ("a",))),
         StopHelpers(),
         SignalRanks(("a0", "a1"), signal.SIGTERM, drains=False),
     ]
@@ -397,7 +398,9 @@ def test_an_agent_whose_grace_period_ends_says_how_many_ranks_had_not_left() -> 
     host = running("b0")
     host.gets(signal.SIGTERM)
     notices = [each for each in host.waits() if isinstance(each, NotifyOver)]
-    assert [each.reason for each in notices] == ["agent a exits on SIGTERM: 2 of its ranks had not left within 1 s"]
+    assert [each.cause.text("b") for each in notices] == [
+        "agent a exits on SIGTERM: 2 of its ranks had not left within 1 s"
+    ]
 
 
 def test_a_signal_before_the_first_start_ends_the_agent_at_once() -> None:

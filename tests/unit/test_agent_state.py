@@ -27,7 +27,7 @@ from elasticgang.protocol.agent_events import (
 from elasticgang.protocol.agent_state import describe_exit
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import CheckpointRef, Undecided, Unrecoverable
-from tests.unit.agent_hosts import KILLED, LAYOUT, Host, record_of, report_of, running
+from tests.unit.agent_hosts import KILLED, LAYOUT, Host, rank_did, record_of, report_of, running
 
 # -- AGENT-1: a record is requested when every live member of the present generation has asked
 
@@ -90,7 +90,7 @@ def test_a_death_during_a_request_ends_the_new_generation() -> None:
     record = record_of(["a0", "a1", "a2"], 2)
     assert host.is_answered(record) == [
         DeliverRecord(("a0", "a2"), record),
-        Abort(("a0", "a2"), 2, "rank 1 died before the generation began"),
+        Abort(("a0", "a2"), 2, rank_did("died before the generation began", 1)),
     ]
 
 
@@ -178,20 +178,20 @@ def test_a_finished_jobs_state_is_not_lost_with_those_that_held_it() -> None:
 
 def test_a_death_ends_the_generation_for_the_others() -> None:
     host = running()
-    assert host.exits("a1") == [Abort(("a0", "a2"), 1, "rank 1 was killed by SIGKILL"), Restart(1, 0.0)]
+    assert host.exits("a1") == [Abort(("a0", "a2"), 1, rank_did("was killed by SIGKILL", 1)), Restart(1, 0.0)]
 
 
 def test_an_error_of_one_ends_the_generation_for_the_others() -> None:
     host = running()
-    assert host.asks("a1", broken=True) == [Abort(("a0", "a2"), 1, "rank 1 lost a peer", is_effect=True)]
-    assert host.asks("a0", broken=True) == [Abort(("a2",), 1, "rank 0 lost a peer", is_effect=True)]
+    assert host.asks("a1", broken=True) == [Abort(("a0", "a2"), 1, rank_did("lost a peer", 1, is_effect=True))]
+    assert host.asks("a0", broken=True) == [Abort(("a2",), 1, rank_did("lost a peer", 0, is_effect=True))]
     assert host.asks("a2", broken=True) == [RequestRecord()]
 
 
 def test_a_collective_timeout_is_not_reported_as_a_lost_peer() -> None:
     host = running()
     assert host.asks("a1", broken=True, timed_out=True) == [
-        Abort(("a0", "a2"), 1, "rank 1 timed out in a collective", is_effect=True, timed_out=True)
+        Abort(("a0", "a2"), 1, rank_did("timed out in a collective", 1, is_effect=True, timed_out=True))
     ]
 
 
@@ -279,7 +279,7 @@ def test_a_rank_whose_state_is_of_another_form_is_refused_alone() -> None:
     host.asks("a0", settings=OF_TEN)
     host.asks("a1", settings=OF_TEN)
     host.is_answered(record_of(["a0", "a1", "a2'"], 3, committed=Attempt(1, 1)))
-    assert host.leaves("a2'", finished=False) == [Abort(("a0", "a1"), 3, "rank 2 left before the last step")]
+    assert host.leaves("a2'", finished=False) == [Abort(("a0", "a1"), 3, rank_did("left before the last step", 2))]
     assert host.raises("a2'", None, differs=True) == [Warn(REFUSED)]
 
 
@@ -326,7 +326,7 @@ def test_an_agent_whose_last_rank_is_refused_fails() -> None:
 def test_a_rank_that_goes_on_after_an_exception_is_the_cause() -> None:
     host = running()
     assert host.asks("a1", broken=True, left_step=True) == [
-        Abort(("a0", "a2"), 1, "rank 1 left a step by an exception, and goes on")
+        Abort(("a0", "a2"), 1, rank_did("left a step by an exception, and goes on", 1))
     ]
 
 
@@ -349,12 +349,12 @@ def test_a_rank_that_could_not_load_the_checkpoint_has_lost_no_peer(
     host.is_answered(record_of(["a0", "a1", "a2"], 2, committed=Attempt(400, 1), checkpoint="digest"))
     request = RecordRequested("a1", report_of("a1", tip), LAYOUT, True, False, other)
     is_effect = why == "lost a peer"
-    assert host.state.handle(request) == [Abort(("a0", "a2"), 2, f"rank 1 {why}", is_effect=is_effect)]
+    assert host.state.handle(request) == [Abort(("a0", "a2"), 2, rank_did(why, 1, is_effect=is_effect))]
 
 
 def test_a_rank_that_leaves_before_the_last_step_ends_the_generation() -> None:
     host = running()
-    assert host.leaves("a1", finished=False) == [Abort(("a0", "a2"), 1, "rank 1 left before the last step")]
+    assert host.leaves("a1", finished=False) == [Abort(("a0", "a2"), 1, rank_did("left before the last step", 1))]
     assert "a1" in host.state.report().exited
     host.asks("a0", broken=True)
     assert host.asks("a2", broken=True) == [RequestRecord()]
@@ -472,7 +472,7 @@ def test_a_rank_that_leaves_when_it_is_seated_ends_the_new_generation() -> None:
     host.asks("a1")
     host.asks("a0")
     host.is_answered(record_of(["a0", "a1"], 2))
-    assert host.leaves("a1", finished=False) == [Abort(("a0",), 2, "rank 1 left before the last step")]
+    assert host.leaves("a1", finished=False) == [Abort(("a0",), 2, rank_did("left before the last step", 1))]
 
 
 def test_a_spare_that_leaves_ends_no_generation() -> None:
@@ -489,7 +489,7 @@ def test_a_spare_that_leaves_ends_no_generation() -> None:
 def test_a_draining_rank_is_not_restarted_however_it_exits(status: int) -> None:
     host = running()
     assert host.exits("a1", status, goes=True) == [
-        Abort(("a0", "a2"), 1, f"rank 1 {describe_exit(status)}"),
+        Abort(("a0", "a2"), 1, rank_did(describe_exit(status), 1)),
     ]
 
 
@@ -500,7 +500,7 @@ def test_a_draining_rank_whose_script_fails_counts_as_failed() -> None:
     host.commits("a1")
     assert host.raises("a1", 4, goes=True) == [
         Warn("rank 1 exited with code 1 in step 4"),
-        Abort(("a0", "a2"), 1, "rank 1 exited with code 1"),
+        Abort(("a0", "a2"), 1, rank_did("exited with code 1", 1)),
     ]
 
 
@@ -581,8 +581,8 @@ def test_a_rank_is_not_the_last_one_while_another_restarts() -> None:
 
 def test_two_deaths_at_once() -> None:
     host = running()
-    assert host.exits("a1") == [Abort(("a0", "a2"), 1, "rank 1 was killed by SIGKILL"), Restart(1, 0.0)]
-    assert host.exits("a0") == [Abort(("a2",), 1, "rank 0 was killed by SIGKILL"), Restart(0, 0.0)]
+    assert host.exits("a1") == [Abort(("a0", "a2"), 1, rank_did("was killed by SIGKILL", 1)), Restart(1, 0.0)]
+    assert host.exits("a0") == [Abort(("a2",), 1, rank_did("was killed by SIGKILL", 0)), Restart(0, 0.0)]
     assert host.asks("a2", broken=True) == [RequestRecord()]
     assert host.state.report().exited == ("a0", "a1")
 

@@ -21,7 +21,7 @@ from elasticgang.protocol.agent_events import (
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS
 from elasticgang.protocol.devices import Devices, Taken
-from tests.unit.agent_hosts import Host, record_of, running
+from tests.unit.agent_hosts import Host, rank_did, record_of, running
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
 
@@ -44,7 +44,7 @@ def test_a_rank_is_restarted_on_its_device_although_no_failure_of_the_script_is_
     host = running_on(0, 1, num_ranks=2)
     assert host.state.restarts.max_restarts == 0
     assert faults(host, "a1", status=status) == [
-        Abort(("a0",), 1, f"rank 1 {'was killed by SIGKILL' if status < 0 else 'exited with code 83'}"),
+        Abort(("a0",), 1, rank_did("was killed by SIGKILL" if status < 0 else "exited with code 83", 1)),
         ReportDeviceFault(1, 1, ECC, 1, is_quarantined=False, next_device=1),
         Warn(f"device 1 of rank 1 has failed ({ECC}): restart 1 of 2 on it within an hour"),
         Restart(1, 0.0),

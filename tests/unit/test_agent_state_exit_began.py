@@ -16,7 +16,7 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import Unrecoverable
-from tests.unit.agent_hosts import Host, record_of, running
+from tests.unit.agent_hosts import Host, rank_did, record_of, running
 
 
 def begins_to_exit(host: Host, member: str) -> list[Instruction]:
@@ -25,7 +25,7 @@ def begins_to_exit(host: Host, member: str) -> list[Instruction]:
 
 def test_it_is_killed_and_the_others_go_on_before_it_is_gone() -> None:
     host = running()
-    assert begins_to_exit(host, "a1") == [Abort(("a0", "a2"), 1, "rank 1 died"), KillRanks(("a1",))]
+    assert begins_to_exit(host, "a1") == [Abort(("a0", "a2"), 1, rank_did("died", 1)), KillRanks(("a1",))]
     host.asks("a0", broken=True)
     assert host.asks("a2", broken=True)[-1] == RequestRecord()
     report = host.state.report()
@@ -75,7 +75,10 @@ def test_a_record_that_seats_it_is_over_at_once() -> None:
         host.asks(member, broken=True)
     begins_to_exit(host, "a1")
     record = record_of(["a0", "a1", "a2"], 2)
-    expected = [DeliverRecord(("a0", "a2"), record), Abort(("a0", "a2"), 2, "rank 1 died before the generation began")]
+    expected = [
+        DeliverRecord(("a0", "a2"), record),
+        Abort(("a0", "a2"), 2, rank_did("died before the generation began", 1)),
+    ]
     assert host.is_answered(record) == expected
 
 

@@ -35,7 +35,7 @@ from elasticgang.protocol.agent_state import describe_exit, tells_exit
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.next_record import infeasible
 from elasticgang.protocol.record import Undecided
-from tests.unit.agent_hosts import KILLED, LAYOUT, Host, record_of, report_of, running
+from tests.unit.agent_hosts import KILLED, LAYOUT, Host, rank_did, record_of, report_of, running
 
 # -- AGENT-5: once a member has finished, nobody is restarted
 
@@ -44,7 +44,7 @@ def test_after_the_end_a_killed_rank_is_not_restarted() -> None:
     host = running()
     assert host.leaves("a0", finished=True) == []
     assert host.exits("a0", 0) == []
-    assert host.exits("a1") == [Abort(("a2",), 1, "rank 1 was killed by SIGKILL")]
+    assert host.exits("a1") == [Abort(("a2",), 1, rank_did("was killed by SIGKILL", 1))]
     assert host.exits("a2", blameless=True, status=1) == []
 
 
@@ -187,7 +187,7 @@ def test_a_rank_whose_script_fails_is_restarted_as_after_a_kill() -> None:
     host.commits("a1")
     assert host.raises("a1", 5) == [
         Warn("rank 1 exited with code 1 in step 5: restart 1 of 2 within an hour"),
-        Abort(("a0", "a2"), 1, "rank 1 exited with code 1"),
+        Abort(("a0", "a2"), 1, rank_did("exited with code 1", 1)),
         Restart(1, 0.0),
     ]
 
@@ -421,7 +421,7 @@ def test_exits_are_described(status: int, words: str) -> None:
         (ReportDeviceFault(0, 1, "the script exited with code 83", 1, False, 0), True),
         (Warn("rank 0 exited with code 3 in step 5: restart 1 of 3 within an hour"), False),
         (Fail(1, "all ranks have left; the last committed step is 5"), False),
-        (Abort(("a0",), 1, "rank 1 exited with code 3"), False),
+        (Abort(("a0",), 1, rank_did("exited with code 3", 1)), False),
         (Restart(1, 0.0), False),
     ],
 )

@@ -17,7 +17,8 @@ from elasticgang.protocol.agent_events import (
     StartExpired,
     Warn,
 )
-from tests.unit.agent_hosts import Host, record_of, running
+from elasticgang.protocol.end_cause import EndCause
+from tests.unit.agent_hosts import Host, rank_did, record_of, running
 
 # -- AGENT-3: a newcomer ends no generation
 
@@ -49,7 +50,7 @@ def test_a_spare_keeps_its_request_open_and_delays_no_rank() -> None:
         host.asks(member)
     record = record_of(["a0", "a1"], spares=["a2"])
     assert host.is_answered(record) == [DeliverRecord(("a0", "a1", "a2"), record)]  # nobody is announced
-    assert host.exits("a0")[0] == Abort(("a1",), 1, "rank 0 was killed by SIGKILL")
+    assert host.exits("a0")[0] == Abort(("a1",), 1, rank_did("was killed by SIGKILL", 0))
     assert host.asks("a1", broken=True) == [RequestRecord()]
     assert {member.id for member in host.state.report().members} == {"a1", "a2"}
 
@@ -79,10 +80,10 @@ def beside(*members: str, spares: Iterable[str] = (), num_ranks: int = 2) -> Hos
 
 def test_the_end_is_broadcast_once_even_without_seated_ranks_here() -> None:
     host = beside("b0")
-    assert host.exits("a0") == [Abort(("a1",), 1, "rank 0 was killed by SIGKILL"), Restart(0, 0.0)]
+    assert host.exits("a0") == [Abort(("a1",), 1, rank_did("was killed by SIGKILL", 0)), Restart(0, 0.0)]
     assert host.asks("a1", broken=True) == [RequestRecord()]
     host = beside("b0", num_ranks=1)
-    assert host.asks("a0", broken=True) == [Abort((), 1, "rank 0 lost a peer", is_effect=True), RequestRecord()]
+    assert host.asks("a0", broken=True) == [Abort((), 1, rank_did("lost a peer", 0, is_effect=True)), RequestRecord()]
 
 
 def test_an_orderly_request_ends_no_generation() -> None:
@@ -92,11 +93,10 @@ def test_an_orderly_request_ends_no_generation() -> None:
 
 def test_a_received_end_notice_ends_the_generation_and_is_not_forwarded() -> None:
     host = beside("b0")
-    assert host.state.handle(PeerNotice(1, over=True, reason="rank 0 of b died", is_effect=True)) == [
-        Abort(("a0", "a1"), 1, "rank 0 of b died", is_effect=True)
-    ]
+    died = rank_did("died", 0, agent="b", is_effect=True)
+    assert host.state.handle(PeerNotice(1, over=True, cause=died)) == [Abort(("a0", "a1"), 1, died)]
     assert host.state.handle(PeerNotice(1, over=True)) == []
-    assert host.asks("a0", broken=True) == [Abort(("a1",), 1, "rank 0 lost a peer", is_effect=True)]
+    assert host.asks("a0", broken=True) == [Abort(("a1",), 1, rank_did("lost a peer", 0, is_effect=True))]
     assert host.asks("a1", broken=True) == [RequestRecord()]
 
 
@@ -109,7 +109,9 @@ def test_an_end_notice_about_another_generation_is_ignored(generation: int) -> N
     second = record_of(["a0", "a1", "b0"], 2)
     assert host.is_answered(second) == [DeliverRecord(("a0", "a1"), second)]
     assert host.state.handle(PeerNotice(generation, over=True)) == []
-    assert host.state.handle(PeerNotice(2, over=True, reason="late")) == [Abort(("a0", "a1"), 2, "late")]
+    assert host.state.handle(PeerNotice(2, over=True, cause=EndCause("late"))) == [
+        Abort(("a0", "a1"), 2, EndCause("late"))
+    ]
 
 
 def test_an_agent_whose_first_rank_leaves_waits_for_ranks_not_yet_started() -> None:
@@ -131,7 +133,7 @@ def test_a_join_notice_is_announced_only_in_its_generation() -> None:
 # AGENT-6
 def test_an_agent_without_live_ranks_requests_so_that_the_others_can_go_on() -> None:
     host = beside("b0", num_ranks=1)
-    assert host.exits("a0") == [Abort((), 1, "rank 0 was killed by SIGKILL"), RequestRecord(), Restart(0, 0.0)]
+    assert host.exits("a0") == [Abort((), 1, rank_did("was killed by SIGKILL", 0)), RequestRecord(), Restart(0, 0.0)]
     report = host.state.report()
     assert (report.members, report.exited) == ((), ("a0",))
     without = replace(record_of(["b0"], 2), agents=("a", "b"), digest="")
@@ -163,7 +165,7 @@ def test_a_record_that_seats_only_dead_ranks_of_this_agent() -> None:
     record = record_of(["a0", "b0"], 2)
     assert host.is_answered(record) == [
         DeliverRecord((), record),
-        Abort((), 2, "rank 0 died before the generation began"),
+        Abort((), 2, rank_did("died before the generation began", 0)),
         RequestRecord(),
     ]
 
@@ -176,7 +178,7 @@ def test_a_rank_that_left_during_a_request_is_not_awaited() -> None:
         RequestRecord()
     ]  # the generation that it was in is over for it already
     record = record_of(["a0", "a1", "b0"], 2)
-    assert host.is_answered(record)[1] == Abort(("a0",), 2, "rank 1 died before the generation began")
+    assert host.is_answered(record)[1] == Abort(("a0",), 2, rank_did("died before the generation began", 1))
 
 
 # -- AGENT-4: ranks that are starting are waited for, before the first generation

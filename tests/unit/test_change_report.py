@@ -184,7 +184,7 @@ def test_a_lost_agent_is_the_root_cause() -> None:
     list(changes.agreed(record_of(["a0"], 2), "a"))
     (change,) = changes.ended()
     assert change["cause"] == "agent a is lost"
-    changes.caused("agent a exits on SIGTERM", "abort", 11.0)
+    changes.caused("agent a exits on SIGTERM", "abort", 11.0, agents=("a",))
     changes.agent_lost("a", 11.01)
     list(changes.agreed(record_of(["a0"], 3), "a"))
     (change,) = changes.ended()
@@ -201,10 +201,10 @@ def test_a_lost_agent_is_the_root_cause() -> None:
 def test_the_end_of_an_agent_and_a_hang_do_not_hide_each_other(hang_comes_first: bool) -> None:
     changes = started()
     end = "agent b exits on SIGTERM: 2 of its ranks had not left within 1 s"
-    causes: list[tuple[str, str, bool]] = [("rank 1 (pid 7) hung", "hung", True), (end, "abort", False)]
-    for text, kind, is_root in causes if hang_comes_first else reversed(causes):
+    causes: list[tuple[str, str, tuple[str, ...]]] = [("rank 1 (pid 7) hung", "hung", ()), (end, "abort", ("b",))]
+    for text, kind, agents in causes if hang_comes_first else reversed(causes):
         for _ in range(2):  # said again
-            changes.caused(text, kind, 10.0, is_root=is_root)
+            changes.caused(text, kind, 10.0, is_root=not agents, agents=agents)
     changes.caused("rank 0 lost a peer", "abort", 10.1, is_effect=True)
     changes.caused("rank 1 was killed by SIGKILL", "killed", 10.2, is_root=True)
     list(changes.agreed(record_of(["a0", "a2"], 2), "a"))
@@ -216,9 +216,9 @@ def test_the_end_of_an_agent_and_a_hang_do_not_hide_each_other(hang_comes_first:
 # CHANGE-4
 def test_what_a_death_has_caused_is_not_beside_it() -> None:
     changes = started()
-    changes.caused("agent b, which lost a peer", "abort", 10.0, is_effect=True)
+    changes.caused("agent b, which lost a peer", "abort", 10.0, is_effect=True, agents=("b",))
     changes.caused("rank 2 died", "killed", 10.1, is_root=True)
-    changes.caused("agent b exits on SIGINT", "abort", 10.2)
+    changes.caused("agent b exits on SIGINT", "abort", 10.2, agents=("b",))
     list(changes.agreed(record_of(["a0", "a1"], 2), "a"))
     (change,) = changes.ended()
     assert change["cause"] == "rank 2 died"
@@ -231,12 +231,14 @@ def test_an_agent_that_has_left_is_the_cause_only_if_there_is_no_other() -> None
     list(changes.agreed(record_of(["a0"], 2), "a"))
     (change,) = changes.ended()
     assert (change["cause"], change["kind"]) == ("agent a has left", "left")
-    changes.caused("agent a exits on SIGINT", "abort", 11.0)
+    changes.caused("agent a exits on SIGINT", "abort", 11.0, agents=("a",))
     changes.agent_left("a", 11.01)
     list(changes.agreed(record_of(["a0"], 3), "a"))
     (change,) = changes.ended()
     assert (change["cause"], change["kind"]) == ("agent a exits on SIGINT", "abort")
-    changes.caused("agent a has left", "abort", 12.0)  # as the coordinator says when it ends the generation
+    changes.caused(
+        "agent a has left", "abort", 12.0, agents=("a",)
+    )  # as the coordinator says when it ends the generation
     changes.agent_left("a", 12.01)
     list(changes.agreed(record_of(["a0"], 4), "a"))
     (change,) = changes.ended()

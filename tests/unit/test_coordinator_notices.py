@@ -11,6 +11,7 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.agent_events import PeerNotice
 from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.record import MemberReport, Report
 from tests.unit.coordinator_driver import Driver, found, record, report
 
@@ -28,7 +29,7 @@ def test_an_agent_that_comes_back_under_another_id_is_lost_under_the_former_one(
     out = driver.hear(9, m.Hello("a.2", "a", 1, former="a"))
     assert driver.state.lost == {"a"}
     assert sent(out, m.Notice) == [(b, m.Notice("lost", "", ("a",))), (9, m.Notice("lost", "", ("a",)))]
-    assert (b, m.EndGeneration(1, "agent a is lost")) in sent(out, m.EndGeneration)
+    assert (b, m.EndGeneration(1, EndCause("is lost", ("a",)))) in sent(out, m.EndGeneration)
 
 
 def test_an_agent_does_not_speak_for_the_id_of_another_process() -> None:
@@ -54,7 +55,7 @@ def test_an_agent_without_seats_that_ends_ends_no_generation() -> None:
 def test_an_agent_with_seats_that_says_goodbye_has_left() -> None:
     driver, a, b = found()
     out = driver.hear(a, m.Goodbye("the agent ends"))
-    assert sent(out, m.EndGeneration) == [(b, m.EndGeneration(1, "agent a has left"))]
+    assert sent(out, m.EndGeneration) == [(b, m.EndGeneration(1, EndCause("has left", ("a",))))]
     assert sent(out, m.Notice) == [(b, m.Notice("left", "", ("a",)))]
     assert driver.state.lost == {"a"}
 
@@ -62,12 +63,12 @@ def test_an_agent_with_seats_that_says_goodbye_has_left() -> None:
 @pytest.mark.parametrize("is_effect", [False, True])
 def test_the_end_of_a_generation_says_whether_it_was_only_noticed(is_effect: bool) -> None:
     driver, a, b = found()
-    end = m.EndGeneration(1, "rank 0 lost a peer", is_effect)
+    end = m.EndGeneration(1, EndCause("lost a peer", ("a",), (0,), is_effect))
     assert sent(driver.hear(a, end), m.EndGeneration) == [(b, end)]
     session = AgentSession("b", "b")
     session.handle(m.Connected("here"), 0.0)
     told = session.handle(m.Answer(end), 0.1)
-    assert told == [m.Inform(PeerNotice(1, over=True, reason="rank 0 lost a peer", is_effect=is_effect))]
+    assert told == [m.Inform(PeerNotice(1, over=True, cause=end.cause))]
 
 
 def test_agents_that_are_lost_together_are_one_notice() -> None:

@@ -12,6 +12,7 @@ from elasticgang.protocol.agent_events import RecordAnswered
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_state import Silences
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.next_record import next_record
 from elasticgang.protocol.record import (
     CheckpointRef,
@@ -104,7 +105,7 @@ def test_a_silent_agent_is_lost_after_the_time_and_not_before() -> None:
     out = driver.wait(1.0)
     assert driver.state.lost == {"b"}
     assert any(isinstance(i, m.CloseSession) and i.session == b for i in out)
-    assert m.Send(a, m.EndGeneration(1, "agent b is lost")) in out
+    assert m.Send(a, m.EndGeneration(1, EndCause("is lost", ("b",)))) in out
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -166,9 +167,9 @@ def test_only_members_end_a_generation_and_only_the_present_one() -> None:
     assert driver.hear(x, m.EndGeneration(1)) == []
     assert driver.hear(a, m.EndGeneration(2)) == []
     assert driver.hear(a, m.EndGeneration(1 << 40)) == []
-    assert driver.hear(a, m.EndGeneration(1, "why")) == [
-        m.Send(b, m.EndGeneration(1, "why")),
-        m.Send(x, m.EndGeneration(1, "why")),
+    assert driver.hear(a, m.EndGeneration(1, EndCause("why"))) == [
+        m.Send(b, m.EndGeneration(1, EndCause("why"))),
+        m.Send(x, m.EndGeneration(1, EndCause("why"))),
     ]
 
 
@@ -348,7 +349,7 @@ def test_the_end_of_the_lease_kills_the_ranks_and_no_answer_brings_them_back() -
     session.handle(m.Ticked(), 102.0)
     killed, ended = session.handle(m.Answer(m.HeartbeatAnswer(1, True)), 108.0)  # it was read too late
     assert killed == m.KillRanks("no coordinator has answered for 8 s")
-    assert ended == m.SendToCoordinator(m.EndGeneration(1, "the lease of agent a is over"))
+    assert ended == m.SendToCoordinator(m.EndGeneration(1, EndCause("has no lease any more", ("a",))))
     assert session.is_ended
     assert session.handle(m.Answer(m.HeartbeatAnswer(1, True)), 108.1) == []
     assert session.handle(m.Connected("host:1"), 109.0) == []
@@ -380,7 +381,9 @@ def test_the_loss_of_the_host_s_address_kills_the_ranks_and_ends_the_generation_
     welcome(session, 100.0)
     killed, ended = session.handle(m.AddressLost("this host is at 10.0.0.2"), 101.5)
     assert killed == m.KillRanks("this host is at 10.0.0.2")
-    assert ended == m.SendToCoordinator(m.EndGeneration(1, "agent a: this host is at 10.0.0.2"))
+    assert ended == m.SendToCoordinator(
+        m.EndGeneration(1, EndCause("has lost its address: this host is at 10.0.0.2", ("a",)))
+    )
     assert session.is_ended
 
 
@@ -590,7 +593,7 @@ def test_an_agent_that_comes_back_without_accepting_the_record_is_lost_and_stays
     assert [i.message for i in pushed if isinstance(i.message, m.Welcome)] == [m.Welcome(driver.state.term, False)] * 9
     assert sum(isinstance(i.message, m.Push) for i in pushed) == 9
     assert driver.state.lost == {"b"}
-    assert m.Send(a, m.EndGeneration(2, "agent b is lost")) in out
+    assert m.Send(a, m.EndGeneration(2, EndCause("is lost", ("b",)))) in out
     (closed,) = (i for i in out if isinstance(i, m.CloseSession))
     assert "it has not accepted generation 2" in closed.reason
 

@@ -18,6 +18,7 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.process import framing
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import AgentFacts, JobFacts, ScriptFailure, Wait
 from elasticgang.protocol.next_record import next_record
 from elasticgang.protocol.record import MAX_RECORD_BYTES, NO_RECORD, MemberReport, Record, Report
@@ -246,7 +247,7 @@ def agent_messages(record: Record) -> list[m.AgentMessage | RendezvousKeys]:
         m.Promise(m.Term(1, "c")),
         m.KnownDecision(decision),
         m.Ready(report("a", newest_commit=Attempt(1, 1), exited=("a/9",), num_seats=1, settings=(("model", "m"),))),
-        m.EndGeneration(3, "why", timed_out=True),
+        m.EndGeneration(3, EndCause("lost a peer", ("a",), (0, 2), is_effect=True)),
         m.JoinRequest(4),
         m.Accepted(2, record.digest),
         m.Finished(3),
@@ -265,7 +266,7 @@ def coordinator_messages(record: Record) -> list[m.CoordinatorMessage | Rendezvo
         m.Push(m.Decision(m.Term(2, "c"), record), 1, 2),
         m.RequestDecision(record.digest),
         m.HeartbeatAnswer(7, False),
-        m.EndGeneration(3, "why", is_effect=True),
+        m.EndGeneration(3, EndCause("is lost", ("a", "b"), timed_out=True)),
         m.JoinNotice(4),
         m.Finished(3),
         m.JobFailed(7, 2, "they differ"),
