@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from typing import Any, NoReturn
 
@@ -34,8 +35,10 @@ log = logging.getLogger("elasticgang")
 _MAX_TRACEBACK = 1 << 16
 _MAX_ERROR = 200
 _HOLD_S = 1.0
+_MAX_NAMED = 4
 _MAX_PATH = 80  # the path of a socket may have 107 bytes, and each of these has a name of 18
 _NUMPY_WORDS = 624  # of the state of its generator
+ENDS_S = 5.0
 _SHARED = frozenset({status_page.FILE_NAME, lease_module.FILE_NAME, sum_block.FILE_NAME})
 
 
@@ -75,7 +78,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     drain.install()
     _seed_numpy()
     _use_directory(args.get("left_files", ""))
-    return _end(_run(args["command"], notices))
+    return _end(_run(args["command"], notices), notices)
 
 
 def _seed_numpy() -> None:
@@ -124,7 +127,7 @@ def _run(command: dict[str, Any], notices: socket.socket) -> int:
     return 0
 
 
-def _end(code: int) -> NoReturn:
+def _end(code: int, notices: socket.socket) -> NoReturn:
     """Exit like the interpreter, but without the finalizers of imported modules: they take half a second of a core, on
     every rank at once. After a fault of the device neither wait for threads nor call the script's `atexit` functions:
     both may use the device, and never return."""
@@ -139,6 +142,8 @@ def _end(code: int) -> NoReturn:
                 hook(error)
 
         sys.unraisablehook = show_unless_interrupt
+        if notices.fileno() >= 0:  # else it is a child that the script has forked
+            threading.Thread(target=_tell_if_it_goes_on, name="rank-end", daemon=True).start()
         for wind_up in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # waits for threads
             try:
                 wind_up()
@@ -151,6 +156,24 @@ def _end(code: int) -> NoReturn:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _tell_if_it_goes_on() -> None:
+    """The script has ended. Say why its process has not, once that takes long: the job waits for it."""
+    time.sleep(ENDS_S)
+    from elasticgang.member.stopped_at import script_line
+
+    waiting = [
+        f"{thread.name!r} ({script_line(thread) or 'not in Python code'})"
+        for thread in threading.enumerate()
+        if not (thread.daemon or thread is threading.main_thread())
+    ]
+    what = (
+        f"its threads {', '.join(waiting[:_MAX_NAMED])}, which are no daemon threads"
+        if waiting
+        else f"functions of `atexit` ({script_line() or 'not in Python code'})"
+    )
+    log.warning("the script ended %g s ago, but its process goes on: it waits for %s", ENDS_S, what)
 
 
 def _watch_agent(pid: int, link: int, page: StatusPage, lease: Lease) -> None:

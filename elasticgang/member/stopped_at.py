@@ -53,10 +53,10 @@ def _name(gang: str, number: int, described: list[str]) -> str:
     return f"{what} (number {number} of gang {gang})"
 
 
-def script_line() -> str:
-    """The innermost line of the main thread that is neither of this package, torch nor the standard library. Empty:
-    none is."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def script_line(thread: threading.Thread | None = None) -> str:
+    """The innermost line of `thread`, by default the main thread, that is neither of this package, torch nor the
+    standard library. Empty: none is."""
+    frame = sys._current_frames().get((thread or threading.main_thread()).ident or 0)
     while frame is not None:
         file = frame.f_code.co_filename
         is_stdlib = file.startswith(_STDLIB) and not any(part in file for part in _PACKAGES)

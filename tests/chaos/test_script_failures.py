@@ -517,3 +517,21 @@ def test_an_abort_does_not_keep_a_rank_from_hearing_its_agent(tmp_path: Path) ->
         os.kill(job.rank_pid(1), signal.SIGKILL)
         assert job.wait() == 0, job.stderr
         assert (tmp_path / "over").read_text() == "True"
+
+
+@pytest.mark.parametrize(
+    ("waits", "told"),
+    [
+        ("threading.Thread(target=until_told, name='upload').start()", r"threads 'upload' \(script\.py:\d+\), which"),
+        ("atexit.register(until_told)", r"functions of `atexit` \(script\.py:\d+\)$"),
+    ],
+)
+def test_a_process_that_goes_on_after_its_script_says_for_what_it_waits(waits: str, told: str, tmp_path: Path) -> None:
+    define = "import atexit, threading\ndef until_told():\n    while not (here / 'go').exists(): time.sleep(0.05)\n"
+    path = training(tmp_path, steps=2, after=waits)
+    path.write_text(path.read_text().replace("manager = ", f"{define}manager = ", 1))
+    with Job(tmp_path, path, ranks=1) as job:
+        line = rf"the script ended 5 s ago, but its process goes on: it waits for (its )?{told}"
+        wait_until(lambda: re.search(line, job.stderr, re.MULTILINE), "the line")
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.stderr
