@@ -306,7 +306,8 @@ class CoordinatorState:
             case Received(session, message):
                 return self._receive(session, message)
             case SessionClosed(session):
-                return self._forget_session(session) + self._decide()
+                self._forget_session(session)
+                return self._decide()
             case Ticked():
                 return self._tick()
             case AgentExited(agent):
@@ -370,7 +371,8 @@ class CoordinatorState:
             return []
         in_office = self.in_office
         limit_s = self.timeouts.lost_after_s if in_office or record is None else self.timeouts.lease_s / 2
-        out = self._tell_facts(on_tick=True)
+        absent = self._silences.beyond(self.timeouts.lost_after_s, self._absent_with_facts())  # FACTS-ABSENT
+        out = self._drop_facts(absent) + self._tell_facts(on_tick=True)
         members = () if record is None else record.agents
         dispensable = self._dispensable(in_office)
         for agent in self._silences.beyond(limit_s, dispensable) if dispensable else ():
@@ -445,7 +447,8 @@ class CoordinatorState:
 
     def _exit(self, agent: str, reason: str, *, has_left: bool = False) -> Instructions:
         self._exited.add(agent)
-        return self._close(agent, reason) + self._declare_lost([agent], has_left=has_left)
+        out = self._close(agent, reason) + self._drop_facts([agent])
+        return out + self._declare_lost([agent], has_left=has_left)
 
     def _declare_lost(self, agents: Iterable[str], *, has_left: bool = False) -> Instructions:
         """LOST. No record says so before the next one: an agent that is back by then is not lost. `has_left`: they have
@@ -458,8 +461,7 @@ class CoordinatorState:
         is_harmless = record.generation == self._finished_in and self._exited.issuperset(agents)
         for agent in agents:
             out += self._close(agent, self._why_lost(agent, record))
-        self._facts.drop(agents)
-        out += self._tell_facts()
+        out += self._drop_facts(agents)
         new = tuple([agent for agent in agents if agent not in self.lost])
         if new and not is_harmless:
             out += self._broadcast(Notice("left" if has_left else "lost", "", new))
@@ -494,7 +496,7 @@ class CoordinatorState:
         if any(newest > hello.session for newest in others.values()):  # NEWEST
             return [CloseSession(number, f"agent {hello.agent} has a newer session")]
         for other in others:
-            out += self._forget_session(other)
+            self._forget_session(other)
             out.append(CloseSession(other, f"agent {hello.agent} has opened a newer session"))
         self._recall(hello.agent)
         if self._parents:  # BACK: what is news depends on it
@@ -600,17 +602,16 @@ class CoordinatorState:
         out = self._learn(decision)
         return out + self._receive(number, waiting)
 
-    def _forget_session(self, number: int) -> Instructions:
+    def _forget_session(self, number: int) -> None:
         self._unlearned.pop(number, None)
         session = self.sessions.pop(number, None)
         if session is not None:
             del self._session_of[session.agent]
             self._withdraw_report(session.agent)
             if not self._is_member(session.agent):
-                self._silences.forget(session.agent)
-                self._facts.drop([session.agent])
-                return self._tell_facts()
-        return []
+                self._facts.keep_successors(session.agent)  # FACTS-ABSENT
+                if session.agent not in self._facts.agents:
+                    self._silences.forget(session.agent)
 
     def _withdraw_report(self, agent: str) -> None:
         """REPORT."""
@@ -620,7 +621,9 @@ class CoordinatorState:
         number = self._session_of.get(agent)
         if number is None:
             return []
-        return [*self._forget_session(number), CloseSession(number, reason)]
+        self._forget_session(number)
+        told = [] if self._is_member(agent) else self._drop_facts([agent])
+        return [*told, CloseSession(number, reason)]
 
     # -- office
 
@@ -644,7 +647,7 @@ class CoordinatorState:
         self.lost.clear()
         self._exited.clear()
         self._leave_office()
-        return self._persist() + self._drop_facts_of_absent()
+        return self._persist() + self._drop_facts(self._absent_with_facts())
 
     def _learn_term(self, term: Term) -> Instructions:
         """Another coordinator has, or had, a term that is not lower: take a higher one."""
@@ -859,11 +862,17 @@ class CoordinatorState:
         facts = self._facts.changed(on_tick=on_tick)
         return [] if facts is None else self._broadcast(facts)
 
-    def _drop_facts_of_absent(self) -> Instructions:
-        """FACTS-WHOLE: of agents that are not in the record, and have no session."""
-        present = self._session_of
-        self._facts.drop([a for a in self._facts.agents if a not in present and not self._is_member(a)])
+    def _drop_facts(self, agents: list[str]) -> Instructions:
+        self._facts.drop(agents)
+        for agent in agents:
+            if agent not in self._session_of and not self._is_member(agent):
+                self._silences.forget(agent)
         return self._tell_facts()
+
+    def _absent_with_facts(self) -> list[str]:
+        """Agents that are not in the record, and have no session."""
+        present = self._session_of
+        return [agent for agent in self._facts.agents if agent not in present and not self._is_member(agent)]
 
     def _broadcast(self, message: CoordinatorMessage, source: int | None = None) -> Instructions:
         return [Send(number, message) for number in self.sessions if number != source]
@@ -1043,7 +1052,7 @@ class CoordinatorState:
             if record.has_agent(session.agent) and self._may_be_sent(session.agent):
                 self._withdraw_report(session.agent)  # of the others it stands: the record may never reach them
                 out.append(Send(number, push))
-        return out + self._welcome_again() + self._announce(self._reports) + self._drop_facts_of_absent()
+        return out + self._welcome_again() + self._announce(self._reports) + self._drop_facts(self._absent_with_facts())
 
     def _must_accept(self, before: Record | None, record: Record) -> frozenset[str]:
         """ACCEPT."""

@@ -4,6 +4,8 @@ Pure. Facts decide nothing about a record.
 
 FACTS-WHOLE  An agent sends its facts as a whole: when they change, and first in each session. They replace all earlier
              facts of that agent, and hold until it is lost, has left, or another record follows without it.
+FACTS-ABSENT Of an agent that is not in the record and has lost its session, only its successors count. They do for
+             `lost_after_s`: it may be back in a moment, and the last holder of a shard would have left (MEMBER-6).
 FACTS-JOB    The coordinator sends a job's facts as a whole: to each new session, and to all when they change. Neither
              their size nor the number of changes grows with the number of agents that say the same: of a step, they
              have the first two failures, none of which is taken back; of members that wait, the furthest in each
@@ -113,6 +115,10 @@ class GatheredFacts:
     def drop(self, agents: Iterable[str]) -> None:
         for agent in agents:
             self.replace(agent, NO_FACTS)
+
+    def keep_successors(self, agent: str) -> None:
+        """FACTS-ABSENT: the agent has lost its session."""
+        self.replace(agent, AgentFacts(self._of.get(agent, NO_FACTS).has_successors))
 
     @property
     def agents(self) -> Collection[str]:

@@ -160,6 +160,10 @@ def _connect_without_facts(self: AgentSession, address: str, now_s: float) -> An
     return out
 
 
+def _keep_none(self: GatheredFacts, agent: str) -> None:
+    self.drop([agent])
+
+
 def _tell_all_facts(self: AgentSession) -> Any:
     return self._send(self.facts) if self.is_welcome else []
 
@@ -353,6 +357,18 @@ RECORD_MUTANTS = {
     "facts outlive their agent": UnitMutant(
         ((GatheredFacts, "drop", always(None)),),
         test_job_facts.test_the_facts_of_a_member_outlive_its_session_until_it_is_lost,
+    ),
+    "an agent without a session has no successors": UnitMutant(
+        ((GatheredFacts, "keep_successors", _keep_none),),
+        test_job_facts.test_the_successors_of_an_agent_that_takes_no_part_yet_count_while_it_may_come_back,
+    ),
+    "an agent without a session has successors for ever": UnitMutant(
+        ((CoordinatorState, "_absent_with_facts", always([])),),
+        test_job_facts.test_the_successors_of_an_agent_that_takes_no_part_yet_count_while_it_may_come_back,
+    ),
+    "all facts outlive a session": UnitMutant(
+        ((GatheredFacts, "keep_successors", always(None)),),
+        test_job_facts.test_what_else_is_known_of_an_agent_that_takes_no_part_ends_with_its_session,
     ),
     "facts are told once": UnitMutant(
         ((AgentSession, "_connected", _connect_without_facts),),

@@ -186,12 +186,59 @@ def test_the_facts_of_a_member_outlive_its_session_until_it_is_lost() -> None:
 
 
 # FACTS-WHOLE
-def test_the_facts_of_an_agent_that_has_left_or_takes_no_part_end_with_its_session() -> None:
+def test_the_facts_of_an_agent_that_has_left_or_is_refused_end_with_its_session() -> None:
+    driver, a, b = found()
+    c, d = driver.open("c"), driver.open("d")
+    other = replace(report("c"), job="another")
+    for session, end in ((c, m.Ready(other)), (d, m.Goodbye()), (b, m.Goodbye())):
+        assert a in sent(driver.hear(session, COMING))
+        assert sent(driver.hear(session, end))[a] == JobFacts()
+
+
+# FACTS-ABSENT
+def test_the_successors_of_an_agent_that_takes_no_part_yet_count_while_it_may_come_back() -> None:
+    driver, a, _ = found()
+    c = driver.open("c")
+    assert a in sent(driver.hear(c, COMING))
+    assert sent(driver.do(m.SessionClosed(c))) == {}
+    c = driver.num_sessions + 1
+    assert sent(driver.hear(c, m.Hello("c", "c", c))) == {c: JobFacts(have_successors=True)}
+    newer = c + 1
+    assert sent(driver.hear(newer, m.Hello("c", "c", newer))) == {newer: JobFacts(have_successors=True)}
+    driver.do(m.SessionClosed(newer))
+    lost_after_s = driver.state.timeouts.lost_after_s
+    assert sent(driver.wait_with(a, lost_after_s)) == {}
+    assert sent(driver.wait_with(a, 1))[a] == JobFacts()
+
+
+# FACTS-ABSENT
+def test_the_successors_of_an_agent_whose_record_is_dropped_do_not_count_for_ever() -> None:
+    """Without its session it was in a record that nobody has accepted."""
+    driver = Driver(granted=True)
+    a = driver.open("a")
+    driver.hear(a, m.Ready(report("a")))
+    ref = record(driver).ref
+    driver.hear(a, m.Accepted(ref.generation, ref.digest))
+    b = driver.open("b")
+    driver.hear(b, COMING)
+    driver.hear(b, m.Ready(report("b")))
+    driver.hear(a, m.Ready(report("a", ref)))
+    assert record(driver).agents == ("a", "b")
+    driver.do(m.SessionClosed(b))
+    driver.hear(a, m.Promise(m.Term(driver.state.number + 1, "other")))
+    driver.hear(a, m.Promise(driver.state.term))
+    assert record(driver).agents == ("a",)
+    assert sent(driver.wait_with(a, driver.state.timeouts.lost_after_s + 1)) == {a: JobFacts()}
+
+
+# FACTS-ABSENT
+def test_what_else_is_known_of_an_agent_that_takes_no_part_ends_with_its_session() -> None:
     driver, a, b = found()
     c = driver.open("c")
-    for session, end in ((c, m.SessionClosed(c)), (b, m.Received(b, m.Goodbye()))):
-        assert a in sent(driver.hear(session, COMING))
-        assert sent(driver.do(end))[a] == JobFacts()
+    driver.hear(c, replace(waiting((7, 3)), has_successors=True, failures=failed(5).failures))
+    driver.wait(0.5)
+    driver.do(m.SessionClosed(c))
+    assert sent(driver.wait(0.5)) == dict.fromkeys((a, b), JobFacts(have_successors=True))
 
 
 # FACTS-WHOLE

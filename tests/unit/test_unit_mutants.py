@@ -78,6 +78,11 @@ RULES = {
     "DIVISION-3": ("one rank of a group keeps a run for all",),
     "DIVISION-4": ("a sum is kept with a run that the group has not",),
     "DIVISION-5": ("gradients of another state are kept",),
+    "FACTS-ABSENT": (
+        "an agent without a session has no successors",
+        "an agent without a session has successors for ever",
+        "all facts outlive a session",
+    ),
     "FACTS-ALONE": ("an agent alone tells its facts",),
     "FACTS-JOB": ("all failures of a step are told", "the waits of each agent are told"),
     "FACTS-TICK": ("waits are told at once",),
