@@ -178,6 +178,8 @@ class ControlPlane:
     def begin(self) -> None:
         """CONTROL-4."""
         self._begun = True
+        facts, self.facts = self.facts, JobFacts()
+        self._take(facts)
         early, self._early = self._early, []
         for event in early:
             self.inform(event)
@@ -190,7 +192,7 @@ class ControlPlane:
         self._early.clear()
         self._lost_agents.clear()
         self._left_agents.clear()
-        self._own_facts = NO_FACTS
+        self.facts, self._own_facts = JobFacts(), NO_FACTS
         self._lease.until = float("inf")  # UNBOUND
         self._new_session(self._session.under(self.agent))
         self._client.start()
@@ -358,7 +360,7 @@ class ControlPlane:
             self._disconnected_s = time.monotonic()
             if self._begun:
                 self._callbacks.log("coordinator unreachable", reason=reason)
-                self._take(JobFacts())
+        self._take(JobFacts())
 
     def inform(self, event: Any) -> None:
         if isinstance(event, Finished):
@@ -366,10 +368,10 @@ class ControlPlane:
         answer = event.answer if isinstance(event, RecordAnswered) else None
         if isinstance(answer, Undecided) and answer.refused and not self._session.is_welcome:
             self._refused(answer.refused[0][1])
-        elif not self._begun:
-            self._early.append(event)
         elif isinstance(event, JobFacts):
             self._take(event)
+        elif not self._begun:
+            self._early.append(event)
         elif isinstance(event, Notice):
             self._on_notice(event)
         else:
@@ -392,6 +394,8 @@ class ControlPlane:
 
     def _take(self, facts: JobFacts) -> None:
         known, self.facts = self.facts, facts
+        if not self._begun or facts == known:
+            return
         self._callbacks.on_facts_changed()
         for failure in facts.failures:
             if failure not in known.failures and failure.agent != self.agent:

@@ -35,7 +35,7 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import JOB_TIMEOUTS
-from elasticgang.protocol.job_facts import Wait
+from elasticgang.protocol.job_facts import JobFacts, ScriptFailure, Wait
 from elasticgang.protocol.record import MemberReport, Record
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.protocol.restarts import Restarts
@@ -305,6 +305,44 @@ def test_successors_of_another_agent_count_while_there_is_a_session() -> None:
         await other.until(lambda: other.control_plane.facts.have_successors)  # told again in the new session
 
     play(story)
+
+
+# CONTROL-2
+def test_facts_end_with_a_session_also_of_a_coordinator_that_does_not_lead_the_job() -> None:
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        await coordinator.stop()
+        await other.stop()  # its promise is missing
+        await one.until(lambda: "coordinator unreachable" in one.logged)
+        one.control_plane.tell_successors(True)
+        await coordinator.start(founds=False)
+        await one.until(lambda: one.control_plane.facts.have_successors)
+        await coordinator.stop()
+        one.control_plane.tell_successors(False)
+        await coordinator.start(founds=False)
+        await one.until(lambda: not one.control_plane.facts.have_successors)
+
+    play(story)
+
+
+# CONTROL-4
+def test_facts_of_a_session_that_ended_before_the_agent_began_do_not_hold() -> None:
+    async def run() -> None:
+        facts = JobFacts(True, failures=(ScriptFailure("b0", 0, 5, "b"),))
+        host = Host("a", "127.0.0.1:9")
+        plane = host.control_plane
+        plane.inform(facts)
+        plane.disconnected("the session ended")
+        plane.begin()
+        assert plane.facts == JobFacts()
+        plane.end()
+        plane.inform(facts)
+        assert not host.changed.is_set()
+        plane.begin()
+        assert host.changed.is_set()
+        why = host.state.restarts.failed_elsewhere("c0", "rank 0 of agent c", 5)
+        assert why == "rank 0 of agent c failed in step 5, in which rank 0 of agent b had failed too"
+
+    asyncio.run(run())
 
 
 # FACTS-ALONE
