@@ -16,7 +16,8 @@ UNBOUND  Before its first record, an agent is bound by no lease, and waits longe
          A coordinator that is slow because many agents come at once would otherwise lose them all, and their return
          would make it slower.
 RESEND   What the coordinator must know is in each `Hello` and in each report, and the agent's facts follow the first
-         `Welcome` of a session; nothing is lost with one.
+         `Welcome` of a session; nothing is lost with one. What the agent notified before that `Welcome` follows it too:
+         a coordinator that has yet to be sent the decision of a `Hello` takes nothing else.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ from elasticgang.protocol.job_facts import NO_FACTS, AgentFacts, JobFacts
 from elasticgang.protocol.record import Record, Undecided, Unrecoverable
 
 Instructions: TypeAlias = "list[SessionInstruction]"
+_Notification: TypeAlias = "EndGeneration | JoinRequest | Finished | Goodbye | JobFailed"
 
 _MAX_DOUBLINGS = 3
 
@@ -97,6 +99,7 @@ class AgentSession:
     former: str = ""
     former_decision: Decision | None = None
     facts: AgentFacts = NO_FACTS
+    _unheard: list[_Notification] = field(default_factory=list)  # RESEND: in the open session
     _told: AgentFacts | None = None  # facts, in the open session; None: the coordinator may have any of a former one
     _session: int = 0
     _address: str = ""  # of the open session; "" without one
@@ -159,6 +162,7 @@ class AgentSession:
         self._session += 1
         self._address, self._term, self._in_office = address, None, False
         self._told = NO_FACTS if self._session == 1 else None
+        self._unheard.clear()
         self._beats_s.clear()
         self._hello_s = self._last_answer_s = now_s
         self._next_beat_s = now_s + self.timeouts.heartbeat_s
@@ -196,9 +200,7 @@ class AgentSession:
     ) -> Instructions:
         return [SendToCoordinator(message)] if self._address else []
 
-    def _notify(
-        self, message: EndGeneration | JoinRequest | Finished | Goodbye | JobFailed | AgentFacts
-    ) -> Instructions:
+    def _notify(self, message: _Notification | AgentFacts) -> Instructions:
         if isinstance(message, AgentFacts):
             self.facts = message
             return self._tell_facts()
@@ -207,6 +209,8 @@ class AgentSession:
         if isinstance(message, Finished):
             self.finished = max(self.finished, message.generation)
         out = self._send(message)
+        if out and not self.is_welcome:
+            self._unheard.append(message)
         self.is_ended = self.is_ended or isinstance(message, Goodbye)
         return out
 
@@ -325,6 +329,9 @@ class AgentSession:
         self.promised = self._term = welcome.term
         was_in_office, self._in_office = self._in_office, welcome.in_office
         out = self._send(Promise(welcome.term))
+        for message in self._unheard:
+            out += self._send(message)
+        self._unheard.clear()
         out += self._tell_facts()
         if is_first and welcome.in_office:
             self._last_answer_s = now_s

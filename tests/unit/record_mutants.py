@@ -19,7 +19,7 @@ from elasticgang.protocol import (
 )
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Action, Attempt
-from elasticgang.protocol.coordinator_messages import CollectReport, DecisionRef, EndGeneration, Hello, Ready
+from elasticgang.protocol.coordinator_messages import CollectReport, DecisionRef, EndGeneration, Hello, Ready, Welcome
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts, Wait
 from elasticgang.protocol.member_state import MemberState
@@ -47,6 +47,7 @@ _coordinator_decides = CoordinatorState._decide
 _changed = GatheredFacts.changed
 _connected = AgentSession._connected
 _end = CoordinatorState._end
+_welcome = AgentSession._welcome
 _may_hold = recovery._may_hold
 _beyond_max = next_record._surplus_agents
 _from_text = Record.from_text
@@ -158,6 +159,11 @@ def _hello_beside_another(self: CoordinatorState, number: int, hello: Hello) -> 
 def _connect_without_facts(self: AgentSession, address: str, now_s: float) -> Any:
     out, self.facts = _connected(self, address, now_s), AgentFacts()
     return out
+
+
+def _welcome_without_notifications(self: AgentSession, welcome: Welcome, now_s: float) -> Any:
+    self._unheard.clear()
+    return _welcome(self, welcome, now_s)
 
 
 def _keep_none(self: GatheredFacts, agent: str) -> None:
@@ -369,6 +375,10 @@ RECORD_MUTANTS = {
     "all facts outlive a session": UnitMutant(
         ((GatheredFacts, "keep_successors", always(None)),),
         test_job_facts.test_what_else_is_known_of_an_agent_that_takes_no_part_ends_with_its_session,
+    ),
+    "what is notified before a welcome is lost": UnitMutant(
+        ((AgentSession, "_welcome", _welcome_without_notifications),),
+        test_coordinator_state.test_what_an_agent_notifies_before_it_is_welcome_is_not_lost,
     ),
     "facts are told once": UnitMutant(
         ((AgentSession, "_connected", _connect_without_facts),),

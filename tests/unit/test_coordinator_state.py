@@ -338,6 +338,31 @@ def test_a_lease_runs_from_when_the_question_was_sent() -> None:
     assert session.handle(m.Answer(m.HeartbeatAnswer(2, False)), 105.5) == []  # not in office
 
 
+# RESEND
+def test_what_an_agent_notifies_before_it_is_welcome_is_not_lost() -> None:
+    """The coordinator knows nothing of the job, and waits for the decision that the hello names."""
+    driver, session, end = Driver(), seated(), m.EndGeneration(1, "a rank has exited")
+
+    def carried(event: m.SessionEvent) -> list[Any]:
+        """What the coordinator answers."""
+        sent = [i.message for i in session.handle(event, 0.0) if isinstance(i, m.SendToCoordinator)]
+        told.extend(sent)
+        return [i.message for message in sent for i in driver.hear(1, message)]
+
+    told: list[Any] = []
+    (asked,) = carried(m.Connected("host:1"))
+    assert carried(m.Notify(end)) == []
+    welcome = next(message for message in carried(m.Answer(asked)) if isinstance(message, m.Welcome))
+    carried(m.Answer(welcome))
+    assert driver.state.over == 1
+    carried(m.Answer(welcome))
+    assert told.count(end) == 2
+    session.handle(m.Disconnected(), 1.0)
+    session.handle(m.Connected("host:1"), 1.0)
+    carried(m.Answer(welcome))
+    assert told.count(end) == 2  # `Hello` has told it
+
+
 # FENCE
 def test_the_end_of_the_lease_kills_the_ranks_and_no_answer_brings_them_back() -> None:
     driver, _, _ = found()

@@ -218,6 +218,7 @@ RULES = {
         "notices are sent once",
         "the end of a generation is told once",
         "the end of the job is told once",
+        "what is notified before a welcome is lost",
     ),
     "RESTART-1": ("a script that never worked is tried again",),
     "RESTART-2": ("a step may fail twice", "ranks that heal fail a step"),
