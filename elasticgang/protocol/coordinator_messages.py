@@ -181,7 +181,7 @@ class Heartbeat:
 @value(frozen=True)
 class JobFailed:
     """The sender ends the job in `step` of `generation`, and so must all. Also from the coordinator to the other
-    agents, once for each generation and step."""
+    agents, once for each generation and step, and to one of that generation that opens a new session."""
 
     step: int
     generation: int

@@ -206,7 +206,7 @@ class CoordinatorState:
     _num_founders: int = 1  # the most agents for which a report wants the first record to wait
     _is_founding_due: bool = False  # the next tick looks whether there are enough
     _facts: GatheredFacts = field(default_factory=GatheredFacts)
-    _failed_in: tuple[int, int] = 0, 0  # the generation and the step of the newest `JobFailed`
+    _job_failed: JobFailed | None = None  # the newest
     _undecided: str = ""  # the newest reason for which a proposal was undecided: it holds while it is `reason`
     _undecided_s: float = 0.0  # since when
     _waiting_s: float | None = None  # NOTICE: since when ready agents wait for others
@@ -530,6 +530,8 @@ class CoordinatorState:
         out.append(Send(number, self._welcome(session)))
         if self._facts.sent != JobFacts():
             out.append(Send(number, self._facts.sent))
+        if known is not None and self._job_failed is not None and known.generation == self._job_failed.generation:
+            out.append(Send(number, self._job_failed))
         if known is not None:
             out += self._accepted(number, known)
         if self.in_office:
@@ -851,10 +853,10 @@ class CoordinatorState:
         return self._persist() + self._broadcast(Finished(generation))
 
     def _fail_job(self, failed: JobFailed, source: int) -> Instructions:
-        where = failed.generation, failed.step
-        if where == self._failed_in:
+        newest = self._job_failed
+        if newest is not None and (newest.generation, newest.step) == (failed.generation, failed.step):
             return []
-        self._failed_in = where
+        self._job_failed = failed
         return self._broadcast(failed, source)
 
     def _tell_facts(self, *, on_tick: bool = False) -> Instructions:

@@ -270,6 +270,18 @@ def test_a_difference_of_states_is_told_once_and_by_a_member() -> None:
     assert driver.hear(a, replace(difference, step=5)) != []
 
 
+def test_a_difference_of_states_reaches_an_agent_of_that_generation_that_had_no_session() -> None:
+    driver, a, b = found()
+    known = driver.state.decision
+    assert known is not None
+    difference = m.JobFailed(4, 1, "they differ")
+    driver.do(m.SessionClosed(b))
+    driver.hear(a, difference)
+    newcomer, back = driver.num_sessions + 1, driver.num_sessions + 2
+    assert m.Send(newcomer, difference) not in driver.hear(newcomer, m.Hello("c", "c", newcomer))
+    assert m.Send(back, difference) in driver.hear(back, m.Hello("b", "b", back, decision=known.ref))
+
+
 # -- the agent
 
 
