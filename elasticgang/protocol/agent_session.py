@@ -366,13 +366,12 @@ class AgentSession:
         self._held = record
         if known is None:
             self._last_answer_s = now_s  # UNBOUND: it was patient until now
-        out: Instructions = []
+        out = self._tell_facts()  # before the record is delivered, which may change them
         if self.lease_until_s is not None:
             out += [] if known is not None else self._set_lease()
             out += self._deliver_held()
         out += self._notices(push.over, push.joining)
         out += self._send(Accepted(record.generation, record.digest))  # after what ranks wait for
-        out += self._tell_facts()
         if self._held is not None:
             out += self._heartbeat(now_s)  # one before `Accepted` renews no lease (UNACCEPTED)
         return out

@@ -315,8 +315,36 @@ def test_an_agent_that_takes_part_alone_tells_no_facts() -> None:
     connect(session)
     both, alone = (replace(each, term=m.Term(1, "c")) for each in (both, alone))
     assert AgentFacts() not in told(session.handle(m.Answer(m.Push(both)), 0.0))
-    assert told(session.handle(m.Answer(m.Push(alone)), 0.0))[-1] == AgentFacts()
+    assert AgentFacts() in told(session.handle(m.Answer(m.Push(alone)), 0.0))
     assert told(session.handle(m.Notify(failed(5)), 0.0)) == []
+
+
+# FACTS-WHOLE
+def test_what_a_record_changes_is_told_after_what_was_so_before() -> None:
+    """An agent that took part alone has successors, which get their seats in the record in which another one joins."""
+    driver = Driver(granted=True)
+    a = driver.open("a")
+    driver.hear(a, m.Ready(report("a")))
+    alone, (both, _, _) = driver.state.decision, found()
+    assert alone is not None
+    assert both.state.decision is not None
+    later = replace(both.state.decision, record=replace(record(both), generation=2, parent=alone.record.digest))
+    alone, later = (replace(each, term=m.Term(1, "c")) for each in (alone, later))
+    session = AgentSession("a", "a")
+    sent: list[m.AgentMessage] = []
+
+    def handle(event: m.SessionEvent) -> None:
+        for instruction in session.handle(event, 0.0):
+            sent.extend(told([instruction]))
+            if isinstance(instruction, m.Inform) and instruction.event == agent_events.RecordAnswered(later.record):
+                handle(m.Notify(AgentFacts()))
+
+    handle(m.Connected("x:1"))
+    handle(m.Answer(m.Welcome(m.Term(1, "c"), True)))
+    handle(m.Answer(m.Push(alone)))
+    handle(m.Notify(COMING))
+    handle(m.Answer(m.Push(later)))
+    assert [message for message in sent if isinstance(message, AgentFacts)] == [COMING, AgentFacts()]
 
 
 def test_a_first_session_without_facts_tells_none() -> None:
