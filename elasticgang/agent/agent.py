@@ -318,7 +318,7 @@ class Agent:
         return self._lifecycle.state.num_successors([r.member for r in self._ranks.all() if r.page.draining])
 
     def _stamp_successors(self) -> None:
-        num = self._num_successors() + self._control_plane.facts.have_successors
+        num = self._num_successors() + self._control_plane.others_have_successors
         for rank in self._ranks.all():
             rank.page.set_successors(num)
 

@@ -57,7 +57,15 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.coordinator_messages import Finished as JobFinished
 from elasticgang.protocol.end_cause import EndCause
-from elasticgang.protocol.job_facts import MAX_FAILURES, NO_FACTS, AgentFacts, JobFacts, ScriptFailure, Wait
+from elasticgang.protocol.job_facts import (
+    MAX_FAILURES,
+    NO_FACTS,
+    AgentFacts,
+    JobFacts,
+    KnownSuccessors,
+    ScriptFailure,
+    Wait,
+)
 from elasticgang.protocol.record import Record, Report, Undecided
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.addresses import family_of, host_and_port, is_address_here
@@ -124,6 +132,7 @@ class ControlPlane:
     ) -> None:
         self.coordinator, self.host, self.address = coordinator, "", ""
         self.facts = JobFacts()
+        self._successors = KnownSuccessors()
         self._callbacks, self._job, self._credentials = callbacks, job, credentials
         self._limits, self._timeouts, self._lease = limits, timeouts, lease
         self._incarnation = secrets.token_hex(8)  # of this process
@@ -192,7 +201,7 @@ class ControlPlane:
         self._early.clear()
         self._lost_agents.clear()
         self._left_agents.clear()
-        self.facts, self._own_facts = JobFacts(), NO_FACTS
+        self.facts, self._own_facts, self._successors = JobFacts(), NO_FACTS, KnownSuccessors()
         self._lease.until = float("inf")  # UNBOUND
         self._new_session(self._session.under(self.agent))
         self._client.start()
@@ -360,6 +369,7 @@ class ControlPlane:
             self._disconnected_s = time.monotonic()
             if self._begun:
                 self._callbacks.log("coordinator unreachable", reason=reason)
+        self._successors.lose_session(time.monotonic())
         self._take(JobFacts())
 
     def inform(self, event: Any) -> None:
@@ -369,6 +379,7 @@ class ControlPlane:
         if isinstance(answer, Undecided) and answer.refused and not self._session.is_welcome:
             self._refused(answer.refused[0][1])
         elif isinstance(event, JobFacts):
+            self._successors.hear(event.have_successors)
             self._take(event)
         elif not self._begun:
             self._early.append(event)
@@ -414,6 +425,11 @@ class ControlPlane:
                     self._callbacks.log("host lost" if notice.topic == "lost" else "host left", agent=agent)
 
     # -- what the agent reads
+
+    @property
+    def others_have_successors(self) -> bool:
+        """FACTS-RECENT."""
+        return self._successors.any(time.monotonic())
 
     @property
     def lost_agents(self) -> set[str]:

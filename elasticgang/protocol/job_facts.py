@@ -13,6 +13,9 @@ FACTS-JOB    The coordinator sends a job's facts as a whole: to each new session
 FACTS-TICK   The coordinator sends waits on a tick alone. They change often where steps are long.
 FACTS-ALONE  An agent that takes part alone tells no facts. Nobody needs them, and its own ranks would wait for
              successors that have their seats by now.
+FACTS-RECENT An agent that loses its session counts the successors that it knew for `RECENT_S` more. It may open another
+             one in a moment, and so may others whose coordinator was started again; until then the last holder of a
+             shard would leave (MEMBER-6).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from elasticgang.protocol.values import value
 
 MAX_FAILURES = 32  # of one agent: the newest
 MAX_WAITS = 1024  # of one agent, and of a job
+RECENT_S = 12.5  # as long as the coordinator has patience with a silent agent
 _MAX_STEPS = 64  # of a job's facts: the last ones in which a script has failed
 
 
@@ -86,6 +90,24 @@ def furthest(waits: Iterable[Wait]) -> tuple[Wait, ...]:
         if before is None or (before.reached or 0) < (wait.reached or 0):
             found[place] = wait
     return tuple(itertools.islice(found.values(), MAX_WAITS))
+
+
+@dataclass
+class KnownSuccessors:
+    """Whether other agents have successors, as far as one agent knows (FACTS-RECENT)."""
+
+    _has: bool = False
+    _until_s: float = 0.0
+
+    def hear(self, has: bool) -> None:
+        self._has = has
+
+    def lose_session(self, now_s: float) -> None:
+        if self._has:
+            self._has, self._until_s = False, now_s + RECENT_S
+
+    def any(self, now_s: float) -> bool:
+        return self._has or now_s < self._until_s
 
 
 @dataclass

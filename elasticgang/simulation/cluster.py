@@ -297,7 +297,7 @@ class Cluster:
         self.num_dead_hosts += 1
         self.actors.remove(host)
         if host.connection is not None:
-            host.hang_up()
+            host.hang_up(self)
         host.kill_ranks()
         for rank in host.ranks:
             self.actors.remove(rank)

@@ -35,7 +35,7 @@ from elasticgang.protocol.coordinator_messages import (
     Push,
     ReportRequested,
 )
-from elasticgang.protocol.job_facts import AgentFacts, JobFacts, ScriptFailure
+from elasticgang.protocol.job_facts import AgentFacts, KnownSuccessors, ScriptFailure
 from elasticgang.simulation import host_session, promises
 from elasticgang.simulation.coordinator_process import TIMEOUTS, CoordinatorProcess, SimulatedSession, clock_rate
 from elasticgang.simulation.held_runs import HeldRuns
@@ -94,7 +94,7 @@ class Host:
         self.has_begun = False
         self.former = ""  # its id before it was fenced, until it has rejoined
         self.early: list[Any] = []
-        self.job_facts = JobFacts()
+        self.successors = KnownSuccessors()
         self.failures: list[ScriptFailure] = []
         self.newest_over = self.newest_join = 0
         self.connection: SimulatedSession | None = None
@@ -140,10 +140,9 @@ class Host:
             return 0
         return self.agent_state.num_successors([rank.name for rank in self.ranks if rank.draining])
 
-    @property
-    def num_known_successors(self) -> int:
+    def num_known_successors(self, cluster: Cluster) -> int:
         """What its ranks vote on."""
-        return self.num_successors + self.job_facts.have_successors
+        return self.num_successors + self.successors.any(cluster.now_s)
 
     @property
     def is_inert(self) -> bool:
@@ -164,12 +163,12 @@ class Host:
 
     moves, faults = moves, faults
 
-    def hang_up(self) -> None:
+    def hang_up(self, cluster: Cluster) -> None:
         assert self.connection is not None
         self.connection.is_agent_open = False
         self.connection.to_agent.clear()
         self.connection = None
-        self.job_facts = JobFacts()
+        self.successors.lose_session(cluster.now_s)
 
     def may_dial(self, coordinator: CoordinatorProcess) -> bool:
         """A process with the id of another reaches only coordinators that know that one (see SENDER)."""
@@ -196,7 +195,7 @@ class Host:
             case "receives":
                 host_session.receive(self, cluster)
             case "loses" | "hangs":
-                self.hang_up()
+                self.hang_up(cluster)
                 host_session.do(self, cluster, Disconnected())
             case _:
                 raise ValueError(verb)

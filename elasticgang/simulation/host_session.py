@@ -62,7 +62,7 @@ def _begin(host: Host, cluster: Cluster) -> None:
 def rejoin(host: Host, cluster: Cluster) -> None:
     """Open a session under the agent's new id."""
     if host.connection is not None:
-        host.hang_up()
+        host.hang_up(cluster)
     host.former = ""
     host.has_begun = False
     host.newest_over = host.newest_join = 0
@@ -91,7 +91,7 @@ def do(host: Host, cluster: Cluster, event: SessionEvent) -> None:
                 if host.connection is not None and host.connection.is_coordinator_open:
                     host.connection.to_coordinator.append(message)
             case HangUp():
-                host.hang_up()
+                host.hang_up(cluster)
             case SetLease(until_s):
                 host.lease_until_s = until_s
                 if isinstance(event, ConnectionRefused):
@@ -138,7 +138,7 @@ def _inform(host: Host, cluster: Cluster, event: Any) -> None:
     elif not host.has_begun:
         host.early.append(event)
     elif isinstance(event, JobFacts):
-        host.job_facts = event
+        host.successors.hear(event.have_successors)
         for failure in event.failures:
             if failure.agent != host.id and host.alive:
                 told = events.PeerFailed(failure.agent, failure.member, failure.local_rank, failure.step)

@@ -301,6 +301,7 @@ def test_successors_of_another_agent_count_while_there_is_a_session() -> None:
         await other.until(lambda: other.control_plane.facts.have_successors)
         await coordinator.stop()
         await other.until(lambda: not other.control_plane.facts.have_successors)
+        assert other.control_plane.others_have_successors  # FACTS-RECENT
         await coordinator.start(founds=False)
         await other.until(lambda: other.control_plane.facts.have_successors)  # told again in the new session
 

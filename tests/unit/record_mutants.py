@@ -21,7 +21,7 @@ from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Action, Attempt
 from elasticgang.protocol.coordinator_messages import CollectReport, DecisionRef, EndGeneration, Hello, Ready, Welcome
 from elasticgang.protocol.coordinator_state import CoordinatorState
-from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts, Wait
+from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts, KnownSuccessors, Wait
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
 from elasticgang.protocol.record_form import RecordForm, digest_of_line
@@ -359,6 +359,10 @@ RECORD_MUTANTS = {
     "the last holder leaves before another layout is taken": UnitMutant(
         ((MemberState, "_is_new", always(False)),),
         test_reshape.test_the_last_holder_stays_until_the_record_knows_that_it_drains,
+    ),
+    "successors end with a session": UnitMutant(
+        ((KnownSuccessors, "lose_session", lambda self, now_s: self.hear(False)),),
+        test_job_facts.test_an_agent_that_loses_its_session_counts_the_successors_that_it_knew_for_a_time,
     ),
     "facts outlive their agent": UnitMutant(
         ((GatheredFacts, "drop", always(None)),),

@@ -341,7 +341,7 @@ def test_a_lease_runs_from_when_the_question_was_sent() -> None:
 # RESEND
 def test_what_an_agent_notifies_before_it_is_welcome_is_not_lost() -> None:
     """The coordinator knows nothing of the job, and waits for the decision that the hello names."""
-    driver, session, end = Driver(), seated(), m.EndGeneration(1, "a rank has exited")
+    driver, session, end = Driver(), seated(), m.EndGeneration(1, EndCause("a rank has exited"))
 
     def carried(event: m.SessionEvent) -> list[Any]:
         """What the coordinator answers."""

@@ -11,9 +11,11 @@ from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.job_facts import (
     MAX_FAILURES,
     MAX_WAITS,
+    RECENT_S,
     AgentFacts,
     GatheredFacts,
     JobFacts,
+    KnownSuccessors,
     ScriptFailure,
     Wait,
     furthest,
@@ -156,6 +158,23 @@ def test_waits_are_told_on_a_tick_alone() -> None:
     facts.replace("a", AgentFacts())
     facts.replace("a", waiting((7, 3)))
     assert facts.changed(on_tick=True) is None
+
+
+# FACTS-RECENT
+def test_an_agent_that_loses_its_session_counts_the_successors_that_it_knew_for_a_time() -> None:
+    known = KnownSuccessors()
+    assert not known.any(0.0)
+    known.hear(True)
+    known.hear(False)
+    known.lose_session(1.0)
+    assert not known.any(1.0)
+    known.hear(True)
+    assert known.any(1e9)
+    known.lose_session(2.0)
+    known.hear(False)  # a coordinator that was started again has yet to hear of them
+    known.lose_session(9.0)
+    assert known.any(2.0 + RECENT_S - 0.1)
+    assert not known.any(2.0 + RECENT_S)
 
 
 # -- the coordinator

@@ -85,6 +85,7 @@ RULES = {
     ),
     "FACTS-ALONE": ("an agent alone tells its facts",),
     "FACTS-JOB": ("all failures of a step are told", "the waits of each agent are told"),
+    "FACTS-RECENT": ("successors end with a session",),
     "FACTS-TICK": ("waits are told at once",),
     "FACTS-WHOLE": ("facts outlive their agent", "facts are told once"),
     "FENCE": ("a record is delivered without a lease", "an agent is ready beside a record that waits"),
