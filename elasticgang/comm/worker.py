@@ -390,7 +390,8 @@ class Worker:
                 last()
         except Exception as exc:
             error = exc
-        self._block.completed(group, TABLE[collective.call].is_message)
+        if error is None:  # the rank's last counts show where it had stopped
+            self._block.completed(group, TABLE[collective.call].is_message)
         self._end(id, error)
 
     def _end(self, id: int, error: Exception | None) -> None:

@@ -33,6 +33,7 @@ from elasticgang.errors import (
     StaleGenerationError,
 )
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
+from elasticgang.process.status_page import StatusPage
 from tests.integration.comm_calls import AT_ONCE_S, GUARD_S, all_reduce, kill, start_sum, started_comm
 from tests.integration.conftest import World, Worlds
 from tests.support import wait_dead, wait_until
@@ -256,6 +257,24 @@ def test_the_groups_own_timeout_fails_the_work(worlds: Worlds) -> None:
     with pytest.raises(GangError):
         work.wait(GUARD_S)
     assert world.errors[0]
+
+
+def test_a_work_that_has_failed_is_not_counted_as_completed(worlds: Worlds, forkserver: ForkServer, store: str) -> None:
+    """The counts then show in which collective the rank had stopped."""
+    world = worlds(2, timeout=60.0, names=None)
+    world.comms[0].close()
+    fd = StatusPage.create()
+    page = StatusPage(fd)
+    world.comms[0] = comm = CommProcess(forkserver, world.arena, store=store, host="127.0.0.1", timeout=60.0, page=page)
+    comm.wait_ready()
+    world.configure()
+    block = comm.block
+    assert block is not None
+    tensor = torch.ones(3)
+    with pytest.raises(CollectiveTimeoutError):
+        comm.submit("all", Collective("all_reduce", (tensor,), (tensor,), timeout_s=0.1)).wait(GUARD_S)
+    assert [(stamps.submitted, stamps.completed) for stamps in block.last_groups()] == [(1, 0)]
+    os.close(fd)
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "send"])
