@@ -13,12 +13,13 @@ from elasticgang.collectives.table import TABLE
 
 class Description(NamedTuple):
     """What is kept of a collective while it is under way: nothing of its tensors' memory. `shape`: of the first output,
-    or input; None: it has no tensor."""
+    or input; None: it has no tensor. `has_ended`: only its count is missing, because nobody has waited for it."""
 
     call: str
     op: enum.Enum
     dtype: torch.dtype | None
     shape: tuple[int, ...] | None
+    has_ended: bool = False
 
     def __str__(self) -> str:
         if self.shape is None:

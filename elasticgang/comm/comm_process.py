@@ -20,7 +20,6 @@ COMM-8  A work of one configuration is not sent once `close_groups` or the next 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -68,7 +67,6 @@ HALTED_S = 0.25
 _CALLBACKS_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 60.0
 _MAX_BODIES = 4096
-_MAX_DESCRIBED = 16
 # Timeouts in the error texts of Gloo, of the pairs that Gloo then closes, of the store, and of NCCL. Not those of TCP
 # ("Connection timed out").
 _TIMED_OUT = re.compile(
@@ -505,9 +503,9 @@ class CommProcess:
         return died
 
     def under_way(self) -> list[tuple[str, Description]]:
-        """The oldest works that have not ended, each with the name of its group. Never blocks."""
+        """The works that have not ended, the oldest first, each with the name of its group. Never blocks."""
         with self._lock:
-            works = list(itertools.islice(self._works.values(), _MAX_DESCRIBED))
+            works = list(self._works.values())
         return [(work.group, work.description) for work in works if work.description is not None]
 
     @property

@@ -83,7 +83,7 @@ class DataWork(Work):
         self._configuration, self.group, self.description, self._work = configuration, group, description, work
         self._call = description.call
         self._timeout = timeout
-        self.is_over = False
+        self.is_over = self.is_awaited = False
 
     def _wait(self, timeout: float | None) -> bool:
         reason = self._failure(timeout)
@@ -128,6 +128,7 @@ class DataWork(Work):
         work, configuration = self._work, self._configuration
         if work is None:
             return str(configuration.error)
+        self.is_awaited = True
         configuration.num_waiting += 1
         try:
             if configuration.device.type == "cpu":
@@ -160,7 +161,7 @@ class DataConfiguration:
         self.is_aborted = False  # every group's abort has returned
         self._pgs: dict[str, torchft.ProcessGroup] = {}
         self._connected: dict[str, tuple[torchft.ProcessGroup, GroupSpec]] = {}
-        self._works: set[DataWork] = set()
+        self._works: dict[DataWork, None] = {}  # in the order of their start
         self._over: weakref.WeakSet[DataWork] = weakref.WeakSet()  # DATA-6
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -247,7 +248,7 @@ class DataConfiguration:
     def let_go(self, work: DataWork) -> None:
         """The work is over (DATA-6)."""
         with self._lock:
-            self._works.discard(work)
+            self._works.pop(work, None)
             self._over.add(work)
 
     def _issue(self, group: str, collective: Collective) -> Work:
@@ -265,8 +266,8 @@ class DataConfiguration:
         work = DataWork(self, group, describe(collective), collective.timeout_s or self.timeout, issued)
         with self._lock:
             if len(self._works) >= _MOST_UNCHECKED:
-                self._works = {work for work in self._works if not work.has_ended()}
-            self._works.add(work)
+                self._works = {work: None for work in self._works if not work.has_ended()}
+            self._works[work] = None
         if self.device.type != "cpu":
             work.then(functools.partial(self._keep_tensors, (*collective.outputs, *collective.inputs)))
         return work.then(last)
@@ -277,9 +278,15 @@ class DataConfiguration:
             self._groups.cuda.keep_for_current_stream(tensor)
 
     def under_way(self) -> list[tuple[str, Description]]:
-        """The collectives whose end nobody has waited for, each with the name of its group. Never blocks."""
+        """The collectives whose end nobody has waited for, the oldest first, each with the name of its group. One that
+        has failed while somebody waited has not ended. Never blocks."""
         with self._lock:
-            return [(work.group, work.description) for work in self._works]
+            works = list(self._works)
+        is_on_cpu = self.device.type == "cpu"
+        return [
+            (work.group, work.description._replace(has_ended=is_on_cpu and not work.is_awaited and work.has_ended()))
+            for work in works
+        ]
 
     def failure(self) -> GangError | None:
         """Call it once the device has done what was started. Why a collective has failed although its `wait` has

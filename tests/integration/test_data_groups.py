@@ -136,6 +136,26 @@ def test_gangs_over_groups_of_torchft_keep_the_contract(trio: Trio, check: Calla
     trio.each(lambda rank: gangs[rank].barrier())
 
 
+def test_collectives_that_nobody_has_waited_for_are_known_in_their_order(trio: Trio) -> None:
+    trio.configure()
+    sizes = range(1, 21)
+
+    def start(rank: int, size: int) -> Any:
+        tensor = torch.ones(size)
+        return trio.present[rank].start("all", Collective("all_reduce", (tensor,), (tensor,)))
+
+    started = trio.each(lambda rank: [start(rank, size) for size in sizes])
+    trio.each(lambda rank: started[rank][-1].wait())
+    start(0, 99)
+    expected = [("all", f"all_reduce of {size} float32 by SUM", size < 20) for size in (*sizes[:-1], 99)]
+
+    def found() -> list[tuple[str, str, bool]]:
+        return [(group, str(each), each.has_ended) for group, each in trio.present[0].under_way()]
+
+    wait_until(lambda: found() == expected, f"not {found()}")
+    trio.each(lambda rank: trio.present[rank].fail(PeerLostError("a test ends the configuration")))
+
+
 # DATA-1
 def test_a_group_is_made_once_and_configured_in_every_generation(store: str) -> None:
     trio = Trio(store, KINDS["torchft's"])

@@ -14,7 +14,7 @@ import torch
 from elasticgang.agent.job import Output
 from elasticgang.agent.late_collectives import LateCollectives
 from elasticgang.collectives.collective import Collective, ReduceOperation
-from elasticgang.collectives.description import describe
+from elasticgang.collectives.description import Description, describe
 from elasticgang.member.stopped_at import script_line, stopped_at
 from elasticgang.process.status_page import CommBlock, StatusPage
 
@@ -70,8 +70,42 @@ def test_a_rank_names_the_collectives_that_it_has_not_completed(block: CommBlock
     block.submitted("reduce:0-1", False)
     block.submitted("0-1", True)
     assert stopped_at(block, []).startswith(
-        "in a collective (number 3 of gang root, dp), the reduction of gradients (a collective, number 1), at "
+        "in a collective (number 3 of gang root, dp), a message of gang root, dp, "
+        "the reduction of gradients (a collective, number 1), at "
     )
+
+
+def described(call: str, size: int, *, has_ended: bool = False) -> tuple[str, Description]:
+    tensor = torch.ones(size)
+    return "0-1", describe(Collective(call, (tensor,), (tensor,)))._replace(has_ended=has_ended)
+
+
+def test_the_oldest_collective_that_has_not_ended_is_named(block: CommBlock) -> None:
+    block.set_groups(["0-1"])
+    for _ in range(4):
+        block.submitted("0-1", False)
+    block.completed("0-1", False)  # of which the rank may not know yet
+    under_way = [described("all_reduce", size) for size in (1, 2, 3, 4)]
+    for known in (under_way, under_way[1:]):
+        assert stopped_at(block, known).startswith("in all_reduce of 2 float32 by SUM (number 2 of gang root, dp), at ")
+    unwaited = [described("all_reduce", size, has_ended=size < 4) for size in (1, 2, 3, 4)]
+    assert stopped_at(block, unwaited).startswith("in all_reduce of 4 float32 by SUM (number 4 of gang root, dp), at ")
+    assert stopped_at(block, unwaited[:3]).startswith("in no collective, at ")
+
+
+def test_a_message_is_not_taken_for_a_collective_of_its_gang(block: CommBlock) -> None:
+    block.submitted("0-1", True)
+    block.submitted("0-1", False)
+    assert stopped_at(block, [described("send", 7), described("all_gather", 2)]).startswith(
+        "in all_gather of 2 float32 (number 1 of gang root, dp), send of 7 float32 of gang root, dp, at "
+    )
+
+
+def test_a_collective_of_a_group_that_is_not_counted_is_named(block: CommBlock) -> None:
+    under_way = [
+        (gang, described("all_reduce", 1, has_ended=gang == "dp.70:0-1")[1]) for gang in ("dp.70:0-1", "dp.71:0-1")
+    ]
+    assert stopped_at(block, under_way).startswith("in all_reduce of 1 float32 by SUM of gang dp.71:0-1, at ")
 
 
 def test_a_rank_names_sums_and_messages(block: CommBlock) -> None:
@@ -90,6 +124,12 @@ def test_the_line_is_that_of_the_main_thread() -> None:
     thread.start()
     thread.join()  # in the standard library
     assert found[0].startswith(f"{HERE}:")
+
+
+def test_the_name_of_a_file_is_bounded() -> None:
+    found: dict[str, str] = {}
+    exec(compile("found = script_line()", "n" * 100_000, "exec"), {"script_line": script_line}, found)
+    assert found["found"] == "n" * 255 + ":1"
 
 
 # LATE-1
