@@ -365,12 +365,16 @@ class ElasticRendezvous:
         sums = self._open_sums(record, rank, groups)
 
         def on_end(error: GangError) -> None:
-            if groups.comm.block is not None:  # before the training thread goes on
-                under_way = groups.under_way if data is None else [*groups.under_way, *data.under_way()]
-                self._stopped_at = stopped_at(groups.comm.block, under_way)
-            sums.end()
-            if data is not None:
-                data.kill(error)
+            try:  # before the training thread goes on
+                if groups.comm.block is not None:
+                    under_way = groups.under_way if data is None else [*groups.under_way, *data.under_way()]
+                    self._stopped_at = stopped_at(groups.comm.block, under_way)
+            except Exception:  # of a process group that is the script's own, for example: only a message lacks
+                log.exception("it is not known where rank %d has stopped", self.local_rank)
+            finally:
+                sums.end()
+                if data is not None:
+                    data.kill(error)
 
         self._stopped_at = ""
         groups.on_end = on_end
