@@ -141,7 +141,7 @@ class ControlPlane:
         self._early: list[Any] = []  # CONTROL-4
         self._disconnected_s: float | None = time.monotonic()
         self._requested_s = self._warned_s = 0.0
-        self._newest_over = self._newest_join = 0
+        self._newest_over, self._newest_join = (0, False), 0
         self._lost_agents: set[str] = set()
         self._left_agents: set[str] = set()
         self._own_facts = NO_FACTS
@@ -197,7 +197,7 @@ class ControlPlane:
         """Under the agent's new id, once all ranks of `former` have exited. False: the agent has failed."""
         await self._client.stop()
         former_host, self.host = self.host, ""  # CONTROL-6
-        self._begun, self._newest_over, self._newest_join = False, 0, 0
+        self._begun, self._newest_over, self._newest_join = False, (0, False), 0
         self._early.clear()
         self._lost_agents.clear()
         self._left_agents.clear()
@@ -293,8 +293,8 @@ class ControlPlane:
     # -- what is told
 
     def broadcast_over(self, generation: int, cause: EndCause) -> None:
-        if generation > self._newest_over:
-            self._newest_over = generation
+        if (generation, cause.timed_out) > self._newest_over:
+            self._newest_over = generation, cause.timed_out
             self._client.notify(Notify(EndGeneration(generation, cause)))
 
     def broadcast_join(self, generation: int) -> None:

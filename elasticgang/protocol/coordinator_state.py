@@ -176,6 +176,7 @@ class CoordinatorState:
     timeouts: Timeouts = field(default_factory=Timeouts)
     everywhere: bool = False
     over: int = 0
+    _timed_out: int = 0  # the newest generation in which a collective has timed out
     joining: int = 0
     finished: bool = False
     unrecoverable: str = ""
@@ -834,9 +835,12 @@ class CoordinatorState:
 
     def _end(self, end: EndGeneration, source: int | None = None) -> Instructions:
         record = self.record
-        if record is None or end.generation != record.generation or end.generation <= self.over:
+        if record is None or end.generation != record.generation:
+            return []
+        if end.generation <= self.over and (not end.cause.timed_out or end.generation <= self._timed_out):
             return []
         self.over = end.generation
+        self._timed_out = end.generation if end.cause.timed_out else self._timed_out
         return self._broadcast(end, source)
 
     def _join(self, generation: int) -> Instructions:

@@ -46,8 +46,9 @@ def test_a_collective_that_one_rank_alone_calls(group: str, tmp_path: Path) -> N
 
 
 # LATE-1
-def test_each_host_says_where_its_own_ranks_have_stopped(tmp_path: Path) -> None:
-    path = training(tmp_path, steps=6, body=BODY)
+@pytest.mark.parametrize("then", ["", "; time.sleep(0.5)"])  # then, one rank only loses its connection by the timeout
+def test_each_host_says_where_its_own_ranks_have_stopped(then: str, tmp_path: Path) -> None:
+    path = training(tmp_path, steps=6, body=f"{BODY}{then}")
     with contextlib.ExitStack() as stack:
         coordinator = stack.enter_context(Coordinator(tmp_path / "coordinator"))
         hosts = []

@@ -18,6 +18,7 @@ from elasticgang.protocol.agent_events import (
     Finished,
     KillRanks,
     NotStarted,
+    PeerNotice,
     RecordRequested,
     RequestRecord,
     Restart,
@@ -193,6 +194,23 @@ def test_a_collective_timeout_is_not_reported_as_a_lost_peer() -> None:
     assert host.asks("a1", broken=True, timed_out=True) == [
         Abort(("a0", "a2"), 1, rank_did("timed out in a collective", 1, is_effect=True, timed_out=True))
     ]
+
+
+# LATE-1
+def test_a_collective_timeout_is_told_once_if_another_rank_was_quicker_to_lose_its_peer() -> None:
+    host = running()
+    host.asks("a1", broken=True)
+    host.asks("a0", broken=True)
+    late = Abort((), 1, rank_did("timed out in a collective", 2, is_effect=True, timed_out=True))
+    assert host.asks("a2", broken=True, timed_out=True) == [late, RequestRecord()]
+    cause = rank_did("timed out in a collective", 0, agent="b", is_effect=True, timed_out=True)
+    notice = PeerNotice(1, over=True, cause=cause)
+    assert host.state.handle(notice) == []
+    other = running()
+    for member in ("a1", "a0", "a2"):
+        other.asks(member, broken=True)
+    assert other.state.handle(notice) == [Abort((), 1, cause)]
+    assert other.state.handle(notice) == []
 
 
 def test_ranks_that_loop_over_other_numbers_of_steps_end_the_job() -> None:

@@ -173,6 +173,15 @@ def test_only_members_end_a_generation_and_only_the_present_one() -> None:
     ]
 
 
+# LATE-1
+def test_a_collective_that_has_timed_out_is_told_once_after_the_end_of_the_generation() -> None:
+    driver, a, b = found()
+    driver.hear(a, m.EndGeneration(1, EndCause("lost a peer", ("a",), (0,), is_effect=True)))
+    late = m.EndGeneration(1, EndCause("timed out in a collective", ("b",), (0,), is_effect=True, timed_out=True))
+    assert driver.hear(b, late) == [m.Send(a, late)]
+    assert driver.hear(a, late) == []
+
+
 def test_a_lost_agent_with_an_ancestor_of_the_record_may_come_back_and_another_is_evicted() -> None:
     driver, a, _ = found()
     first = driver.state.decision
