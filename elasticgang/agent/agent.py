@@ -112,13 +112,12 @@ class Agent:
         self._numbers = NumberLog(events)
         self._gpus = GpuMonitor(job.devices)
         self._device_memory = DeviceMemory(self._gpus.users)
-        self._rank_events = RankEvents(
-            self._lifecycle, self._handle, self._changes, events, output, self._stopping, self._gpus.take_errors
-        )
+        self._lease = Lease.create()
+        own = self._lifecycle, self._handle, self._changes, events, output
+        self._rank_events = RankEvents(*own, self._stopping, self._gpus.take_errors, self._lease)
         self._ranks = RankProcesses(self._supervisor, output, _AgentCallbacks(self))
         self._tasks: set[asyncio.Task[None]] = set()
         self._coordinator: EmbeddedCoordinator | None = None  # None: the job uses one that the user runs
-        self._lease = Lease.create()
         self._left_files = LeftFiles()
         self._tls_watch: TlsWatch | None = None
         self._control: ControlPlane | None = None

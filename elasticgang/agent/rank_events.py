@@ -14,6 +14,7 @@ from elasticgang.agent.late_collectives import LateCollectives
 from elasticgang.agent.rank_processes import RankProcess
 from elasticgang.errors import WireError
 from elasticgang.observe.event_names import DATA_WORKER_LOSSES
+from elasticgang.process.lease import Lease
 from elasticgang.protocol.agent_events import (
     AgentInstruction,
     Committed,
@@ -35,7 +36,7 @@ from elasticgang.protocol.record import checkpoint_from_json, layout_from_json, 
 class RankEvents:
     """`handle` takes the events, and may get a function that it calls with the instructions, before they are carried
     out. `late`: what is known of collectives that have timed out. `stopping` is set once the agent kills all of its
-    ranks. `take_errors`: see `GpuMonitor`."""
+    ranks. `take_errors`: see `GpuMonitor`. `lease`: of the host."""
 
     def __init__(
         self,
@@ -46,10 +47,11 @@ class RankEvents:
         output: Output,
         stopping: threading.Event,
         take_errors: Callable[[int], str],
+        lease: Lease,
     ) -> None:
         self._lifecycle, self._handle, self._changes = lifecycle, handle, changes
         self._events, self._output, self._stopping = events, output, stopping
-        self._take_errors = take_errors
+        self._take_errors, self._lease = take_errors, lease
         self._shown: dict[str, int] = {}  # by traceback: the first rank that failed with it
         self._shown_whole: set[str] = set()
         self._difference = 0, 0  # the generation and the step of the last one of states that is in the events
@@ -178,7 +180,8 @@ class RankEvents:
         if failure is not None:
             self._show_failure(rank.local_rank, failure["traceback"])
         is_shown = status == 0 or failure is not None or self._stopping.is_set() or is_retired
-        is_shown = is_shown or (rank.is_told and status == -signal.SIGKILL)
+        # A rank may read before its agent that the lease is over; the agent then says so of all.
+        is_shown = is_shown or (status == -signal.SIGKILL and (rank.is_told or self._lease.is_expired))
         is_early = status == 0 and not (rank.has_left or is_retired or rank.page.draining)
         cause = f"rank {rank.local_rank} {_describe_failure(rank) or describe_exit(status, is_early=is_early)}"
         self._changes.incidents.exited(rank)

@@ -24,6 +24,7 @@ from elasticgang.agent.rank_processes import RankProcess, lower_group_priority
 from elasticgang.observe.events import EventLog
 from elasticgang.process import framing
 from elasticgang.process.death_watch import fields_of
+from elasticgang.process.lease import Lease
 from elasticgang.process.priority import raise_priority
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.agent_events import ExitBegan
@@ -87,9 +88,8 @@ def test_the_agent_lowers_the_priority_of_a_rank_that_begins_to_exit_before_it_i
         lifecycle: Any = SimpleNamespace(state=state)
         unused: Any = None
         events = EventLog(None, print)
-        agent = RankEvents(
-            lifecycle, handle, ChangeLog(events, 0.0), events, unused, threading.Event(), lambda rank: ""
-        )
+        parts = lifecycle, handle, ChangeLog(events, 0.0), events, unused
+        agent = RankEvents(*parts, threading.Event(), lambda rank: "", Lease.create())
         rank = RankProcess("a/0", 0, process.pid, -1, unused, unused, unused, -1, list)
         agent.on_exit_began(rank, 0.0)
         if not takes_part:
@@ -99,7 +99,7 @@ def test_the_agent_lowers_the_priority_of_a_rank_that_begins_to_exit_before_it_i
     assert seen == ([{min(own + 10, 19)}] if takes_part else [])
 
 
-def exit_lines() -> tuple[RankEvents, threading.Event, list[str]]:
+def exit_lines(lease: Lease | None = None) -> tuple[RankEvents, threading.Event, list[str]]:
     """What translates exits, of ranks that no record knows; what stops it; and what it writes."""
     state = SimpleNamespace(takes_part=lambda member: True, record=None)
     lifecycle: Any = SimpleNamespace(state=state, is_retired=lambda member: False, device_of=lambda local_rank: None)
@@ -111,7 +111,8 @@ def exit_lines() -> tuple[RankEvents, threading.Event, list[str]]:
         on_decided([])
 
     changes = ChangeLog(events, 0.0)
-    return RankEvents(lifecycle, handle, changes, events, output, stopping, lambda rank: ""), stopping, told
+    parts = lifecycle, handle, changes, events, output
+    return RankEvents(*parts, stopping, lambda rank: "", lease or Lease.create()), stopping, told
 
 
 def exited_rank(local_rank: int, status: int) -> RankProcess:
@@ -145,6 +146,15 @@ def test_a_kill_that_was_told_with_its_reason_is_not_told_again() -> None:
         "elasticgang: rank 1 (pid 101) was killed by SIGKILL",
         "elasticgang: rank 2 (pid 102) exited with code 3",
     ]
+
+
+def test_a_rank_that_reads_first_that_the_lease_is_over_is_not_told_of() -> None:
+    lease = Lease.create()
+    agent, _, told = exit_lines(lease)
+    lease.until = 0.0
+    agent.on_exit(exited_rank(0, -9), 0.0)
+    agent.on_exit(exited_rank(1, 3), 0.0)
+    assert told == ["elasticgang: rank 1 (pid 101) exited with code 3"]
 
 
 def test_the_steps_of_a_rank_are_those_that_it_knows_to_be_committed() -> None:

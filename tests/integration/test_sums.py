@@ -69,7 +69,7 @@ def test_a_rank_whose_wait_another_has_ended_takes_the_error_of_its_own_notice(
 ) -> None:
     monkeypatch.setattr(sums, "NOTICE_S", DEADLINE_S if is_noticed else 0.0)
     route = SumRoute((0, 1), (0,))
-    comm: Any = SimpleNamespace(block=None, kill=lambda error, halt: None)
+    comm: Any = SimpleNamespace(block=None, kill=lambda error, halt: None, under_way=lambda: [])
     groups = Configuration(comm)
     notice = PeerLostError("rank 2 died")
     fd = block_of(route)
