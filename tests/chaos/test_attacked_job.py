@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import resource
+import secrets
 import socket
 import struct
 import subprocess
@@ -266,17 +267,28 @@ def test_a_log_that_nobody_reads_keeps_nobody_waiting(tmp_path: Path) -> None:
 
 
 def test_a_slow_reader_is_cut_off(job: AttackedJob) -> None:
+    """It sends heartbeats: otherwise its silence would end its session. So does who only looks on."""
+
+    def facts(number: int) -> AgentFacts:
+        names = (secrets.token_urlsafe(192) for _ in range(32))
+        return AgentFacts(failures=tuple(ScriptFailure(name, 0, 32 * number + at) for at, name in enumerate(names)))
+
     with job.unharmed(96 * MB):
-        reader, writer = (say_hello(job, "a slow job", name) for name in ("reader", "writer"))
-        number = 0
-        while "unread" not in job.coordinator.stderr:  # what the writer makes both be sent, it reads
-            names = (os.urandom(128).hex() for _ in range(32))
-            failures = tuple(ScriptFailure(name, 0, 32 * number + at) for at, name in enumerate(names))
-            writer.send(AgentFacts(failures=failures))
-            writer.receive()
-            number += 1
+        reader, writer, other = (say_hello(job, "a slow job", name) for name in ("reader", "writer", "other"))
+        other.send(facts(1 << 20))
+        for session in (writer, other):
+            session.receive()
+        for number in range(20_000):  # 12 kB for each of them, of which the reader reads none
+            writer.send(facts(number))
+            for session in (writer, other):
+                session.receive()
+            if number % 100 == 0:
+                if "unread" in job.coordinator.stderr:
+                    break
+                for session in (reader, other):
+                    session.send(Heartbeat(number + 1))
         assert len(job.logged("unread")) == 1
-        close_all([reader.sock, writer.sock])
+        close_all([reader.sock, writer.sock, other.sock])
 
 
 # -- the other ports
