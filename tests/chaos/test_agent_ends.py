@@ -94,7 +94,8 @@ def test_a_rank_that_dies_elsewhere_is_named_with_its_agent(tmp_path: Path, alon
         cluster.reached(12, 2)
         cluster.release(12)
         cluster.check(alone, [first, second])
-        assert change_to(first, 2)["cause"] == f"rank 0 of agent {id_of(second)} died"
+        who = f"rank 0 of agent {id_of(second)}"  # whether its agent sees the beginning of the exit or the end first
+        assert change_to(first, 2)["cause"] in (f"{who} died", f"{who} was killed by SIGKILL")
         assert change_to(second, 2)["cause"] == "rank 0 was killed by SIGKILL"
 
 
