@@ -59,7 +59,6 @@ from elasticgang.protocol.coordinator_messages import Finished as JobFinished
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import (
     MAX_FAILURES,
-    NO_FACTS,
     AgentFacts,
     JobFacts,
     KnownSuccessors,
@@ -144,7 +143,6 @@ class ControlPlane:
         self._newest_over, self._newest_join = (0, False), 0
         self._lost_agents: set[str] = set()
         self._left_agents: set[str] = set()
-        self._own_facts = NO_FACTS
         self._finish_known = asyncio.Event()
         self._new_session(AgentSession(self.agent, self._incarnation, self._timeouts))
 
@@ -201,7 +199,7 @@ class ControlPlane:
         self._early.clear()
         self._lost_agents.clear()
         self._left_agents.clear()
-        self.facts, self._own_facts, self._successors = JobFacts(), NO_FACTS, KnownSuccessors()
+        self.facts, self._successors = JobFacts(), KnownSuccessors()
         self._lease.until = float("inf")  # UNBOUND
         self._new_session(self._session.under(self.agent))
         self._client.start()
@@ -309,19 +307,18 @@ class ControlPlane:
         self._client.notify(Notify(JobFailed(step, generation, text)))
 
     def tell_failure(self, member: str, local_rank: int, step: int) -> None:
-        failures = (*self._own_facts.failures, ScriptFailure(member, local_rank, step))
-        self._tell(replace(self._own_facts, failures=failures[-MAX_FAILURES:]))
+        failures = (*self._session.facts.failures, ScriptFailure(member, local_rank, step))
+        self._tell(replace(self._session.facts, failures=failures[-MAX_FAILURES:]))
 
     def tell_successors(self, has_successors: bool) -> None:
-        self._tell(replace(self._own_facts, has_successors=has_successors))
+        self._tell(replace(self._session.facts, has_successors=has_successors))
 
     def tell_waits(self, waits: tuple[Wait, ...]) -> None:
-        self._tell(replace(self._own_facts, waits=waits))
+        self._tell(replace(self._session.facts, waits=waits))
 
     def _tell(self, facts: AgentFacts) -> None:
         """CONTROL-2"""
-        if facts != self._own_facts:
-            self._own_facts = facts
+        if facts != self._session.facts:
             self._client.notify(Notify(facts))
 
     def request(self) -> None:

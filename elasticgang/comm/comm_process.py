@@ -339,8 +339,8 @@ class CommProcess:
         number: int | None,
     ) -> CommWork:
         call, kind, timeout = collective.call, TABLE[collective.call], collective.timeout_s or timeout
-        work = CommWork(self._reply_reader, call, collective.outputs, (timeout or self.timeout) + kind.grace_s, fail)
-        work.group, work.description = group, describe(collective)
+        limit_s = (timeout or self.timeout) + kind.grace_s
+        work = CommWork(self._reply_reader, group, describe(collective), collective.outputs, limit_s, fail)
         tensors = collective.outputs if kind.is_in_place else (*collective.outputs, *collective.inputs)
         if any(is_fake(tensor) for tensor in tensors):  # STAGING-5
             self._end(work, None)
@@ -362,7 +362,7 @@ class CommProcess:
         if call == "broadcast" and collective.peer == self._ranks.get(group):
             for staged_tensor in work.staged:
                 staged_tensor.is_written = False  # STAGING-4
-        if not self._start(work, self._encoded(group, collective, timeout, work.staged), group, number):
+        if not self._start(work, self._encoded(group, collective, timeout, work.staged), number):
             self._refuse(work)
         return work
 
@@ -377,7 +377,7 @@ class CommProcess:
             body = self._bodies[key] = json.dumps(encoded(group, c, timeout, described)).encode()
         return body
 
-    def _start(self, work: CommWork, body: bytes, group: str, number: int | None) -> bool:
+    def _start(self, work: CommWork, body: bytes, number: int | None) -> bool:
         """Register and send `work`. False: the process or the configuration has ended, and nothing was registered or
         sent."""
         with self._send_lock:  # `abort` does not take it: the kill ends a send that blocks
@@ -388,7 +388,7 @@ class CommProcess:
                 id = self._next_id
                 self._works[id] = work
             if (block := self.block) is not None:
-                block.submitted(group, TABLE[work.name].is_message)
+                block.submitted(work.group, TABLE[work.name].is_message)
             try:
                 self._introduce(work)
                 work.is_sent = True  # before the send, because the reply may come first
@@ -505,8 +505,7 @@ class CommProcess:
     def under_way(self) -> list[tuple[str, Description]]:
         """The works that have not ended, the oldest first, each with the name of its group. Never blocks."""
         with self._lock:
-            works = list(self._works.values())
-        return [(work.group, work.description) for work in works if work.description is not None]
+            return [(work.group, work.description) for work in self._works.values()]
 
     @property
     def num_works(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from elasticgang.collectives.collective import writing
+from elasticgang.collectives.description import Description
 from elasticgang.comm.cuda import Cuda, Handle
 from elasticgang.comm.work import Awaiting, CommWork
 from elasticgang.errors import GangError
@@ -80,14 +81,15 @@ class DeviceWork(CommWork):
     def __init__(
         self,
         reply_reader: Awaiting,
-        name: str,
+        group: str,
+        description: Description,
         outputs: Sequence[Tensor],
         timeout: float,
         fail: Callable[[GangError], None] | None,
         began: SharedEvent,
         give_back: Callable[[SharedEvent], None],
     ) -> None:
-        super().__init__(reply_reader, name, outputs, timeout, fail)
+        super().__init__(reply_reader, group, description, outputs, timeout, fail)
         self.began, self._give_back = began, give_back
 
     def end(self, error: GangError | None) -> None:

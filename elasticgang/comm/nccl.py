@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.description import describe
 from elasticgang.collectives.dtypes import check_nccl_dtype
 from elasticgang.collectives.table import TABLE, check_reduction
 from elasticgang.collectives.torch_calls import Call, barrier_on
@@ -95,7 +96,7 @@ class NCCLCommProcess(CommProcess):
         number: int | None = None,
     ) -> DeviceWork:
         """See `CommProcess.submit`. On the device, the collective follows the operations of the current stream."""
-        call, kind, outputs = collective.call, TABLE[collective.call], collective.outputs
+        kind, outputs = TABLE[collective.call], collective.outputs
         tensors = outputs if kind.is_in_place else (*outputs, *collective.inputs)
         timeout = collective.timeout_s or timeout
         self._tidy()
@@ -104,14 +105,13 @@ class NCCLCommProcess(CommProcess):
             staged_tensors = [self._span(tensor, _contiguous(tensor), kind.reduces) for tensor in tensors]
         began = self._take_event()
         began.event.record(stream)
-        work = DeviceWork(
-            self._reply_reader, call, outputs, timeout or self.timeout, fail, began, self._free_events.append
-        )
+        own = self._reply_reader, group, describe(collective), outputs
+        work = DeviceWork(*own, timeout or self.timeout, fail, began, self._free_events.append)
         work.staged = list(staged_tensors)
         described = [staged_tensor.described for staged_tensor in staged_tensors]
         said = encoded(group, collective, timeout, described)
         body = json.dumps([said, self._cuda.key(stream), began.id]).encode()
-        if not self._start(work, body, group, number):
+        if not self._start(work, body, number):
             self._refuse(work)
         return work
 

@@ -33,20 +33,19 @@ class CommWork(Work):
     def __init__(
         self,
         reply_reader: Awaiting,
-        name: str,
+        group: str,
+        description: Description,
         outputs: Sequence[Tensor],
         timeout: float,
         fail: Callable[[GangError], None] | None = None,
     ) -> None:
         """`timeout`: seconds until the work fails. `fail`: called with the error, also with that of the timeout. It
         must not refer to a group, because futures refer to it. None: a timeout only raises in `wait`."""
-        self.name = name
+        self.group, self.description, self.name = group, description, description.call
         self.fail = fail
         self._timeout = timeout
         self.staged: list[Any] = []  # the outputs first; inputs too, whose memory may be shared
         self.is_sent = False
-        self.group = ""
-        self.description: Description | None = None
         self.error: GangError | InvalidOperationError | None = None
         self._reply_reader = reply_reader
         self._outputs = list(outputs)

@@ -154,10 +154,8 @@ class StateDiffers:
 
 @value(frozen=True)
 class PeerFailedJob:
-    """Another agent ends the job in `step` of `generation`, because of `reason`."""
+    """Another agent ends the job, because of `reason`."""
 
-    step: int
-    generation: int
     reason: str
 
 

@@ -308,8 +308,8 @@ class AgentSession:
                 return [Inform(agent_events.Finished())]
             case Notice("undecided", reason):
                 return [Inform(message), Inform(agent_events.RecordAnswered(Undecided(reason)))]
-            case JobFailed(step, generation, text):
-                return [Inform(agent_events.PeerFailedJob(step, generation, text))]
+            case JobFailed(_, _, text):
+                return [Inform(agent_events.PeerFailedJob(text))]
             case Notice() | JobFacts():
                 return [Inform(message)]
             case Evicted(reason):

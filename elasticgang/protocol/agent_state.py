@@ -212,7 +212,7 @@ class AgentState:
                 return [] if why is None else [Fail(1, why)]
             case StateDiffers():
                 return self._state_differs(event)
-            case PeerFailedJob(_, _, reason):
+            case PeerFailedJob(reason):
                 return [Fail(1, reason)]
             case Finished():
                 self.finished = True

@@ -256,7 +256,7 @@ def test_agent_13_without_anybody_who_is_right_all_agents_fail() -> None:
     told, failed = BroadcastJobFailed(5, 1, "states differ"), Fail(1, "states differ")
     found = StateDiffers(5, 1, "states differ", ends_job=True)
     assert running(3, max_restarts=3).state.handle(found) == [told, failed]
-    assert running(3, max_restarts=3).state.handle(PeerFailedJob(5, 1, "states differ")) == [failed]
+    assert running(3, max_restarts=3).state.handle(PeerFailedJob("states differ")) == [failed]
 
 
 def test_a_rank_killed_while_it_exits_after_an_exception_has_failed() -> None:

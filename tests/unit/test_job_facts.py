@@ -375,7 +375,7 @@ def test_what_a_coordinator_tells_of_others_is_brought_to_the_agent() -> None:
     connect(session)
     facts = JobFacts(have_successors=True)
     assert session.handle(m.Answer(facts), 0.0) == [m.Inform(facts)]
-    differ = agent_events.PeerFailedJob(4, 1, "they differ")
+    differ = agent_events.PeerFailedJob("they differ")
     assert session.handle(m.Answer(m.JobFailed(4, 1, "they differ")), 0.0) == [m.Inform(differ)]
 
 
