@@ -349,6 +349,7 @@ def test_a_work_that_never_passes_is_an_error_at_the_timeout(rings: Rings) -> No
     ring = rings(1, make=lambda: IsolatedFake(30.0))
     ring[0].set_timeout(timedelta(seconds=3.0))  # more than what a machine may stand still before the wait
     _, work = stuck(ring[0])
+    assert [str(each) for _, each in ring[0].comm_process.under_way()] == ["all_reduce of 1000 float32 by SUM"]
     wait_until(work.is_completed, "the error", GUARD_S)
     assert "timed out after 3 seconds" in str(ring[0].errored())
     with pytest.raises(GangError):
