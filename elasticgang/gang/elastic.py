@@ -29,6 +29,7 @@ from elasticgang.gang.base import CheckedGang, check_objects
 from elasticgang.gang.fake import simulate
 from elasticgang.gang.objects import broadcast_pickled
 from elasticgang.gang.torch_process_group import GangProcessGroup
+from elasticgang.layout import text_of_ranks
 from elasticgang.torch_private import outside_graphs
 
 
@@ -195,7 +196,7 @@ class ElasticGang(CheckedGang):
         group = None
         if len(chosen) > 1:
             assert binding.make is not None
-            group = binding.make(f"{gang._name}:{'-'.join(map(str, chosen))}", chosen)
+            group = binding.make(f"{gang._name}:{text_of_ranks(chosen)}", chosen)
         gang.bind(Binding(ranks.index(binding.rank), chosen, group, binding.make))
         self._made.append(gang)
         return gang

@@ -46,12 +46,39 @@ def groups_over(shape: Sequence[int], along: Container[str]) -> tuple[tuple[int,
     return tuple(tuple([first + offset for offset in offsets]) for first in firsts)
 
 
+def group_of(shape: Sequence[int], along: Container[str], rank: int) -> tuple[int, ...]:
+    """The group of `groups_over` with `rank` in it."""
+    stride, first, axes = math.prod(shape), rank, []
+    for axis, size in zip(AXES, shape, strict=True):
+        stride //= size
+        if axis in along:
+            first -= rank // stride % size * stride
+            axes.append((size, stride))
+    return tuple([first + offset for offset in _sums(axes)])
+
+
 def groups_within(shape: Sequence[int], axes: Axes, dim: str) -> tuple[tuple[int, ...], ...]:
     """Ranks that differ only along `dim` of `axes`, a factorisation of the seats of each replica group: one tuple per
     group, in rank order. `shape`: sizes of `AXES`."""
     places = axes.rank_groups(dim)
     replicas = groups_over(shape, MODEL_AXES)
     return tuple(sorted(tuple(replica[place] for place in group) for replica in replicas for group in places))
+
+
+def group_within(shape: Sequence[int], axes: Axes, dim: str, rank: int) -> tuple[int, ...]:
+    """The group of `groups_within` with `rank` in it."""
+    replica = group_of(shape, MODEL_AXES, rank)
+    place = replica.index(rank)
+    return tuple([replica[each] for each in next(group for group in axes.rank_groups(dim) if place in group)])
+
+
+def text_of_ranks(ranks: Sequence[int]) -> str:
+    """Another text for other ranks: "3-5-8"; for three or more at equal distances "0..7" or "0..14by2"."""
+    if len(ranks) > 2:
+        first, last, step = ranks[0], ranks[-1], ranks[1] - ranks[0]
+        if step > 0 and tuple(ranks) == tuple(range(first, last + 1, step)):
+            return f"{first}..{last}" if step == 1 else f"{first}..{last}by{step}"
+    return "-".join(map(str, ranks))
 
 
 def _sums(axes: Sequence[tuple[int, int]]) -> list[int]:

@@ -18,7 +18,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from elasticgang.layout.axes import FAMILIES, Axes, groups_over, groups_within
+from elasticgang.layout.axes import FAMILIES, Axes, group_of, group_within, groups_over, groups_within
 
 
 class Member(NamedTuple):
@@ -82,6 +82,11 @@ class Plan:
         _, rdp, sdp, tp = self.shape
         return ModelCoordinates(rank // (rdp * sdp * tp), rank // tp % sdp, rank % tp)
 
+    def replica_group(self, rank: int) -> int:
+        """The coordinate `rdp` of a rank."""
+        _, rdp, sdp, tp = self.shape
+        return rank // (sdp * tp) % rdp
+
     def groups(self, family: str) -> tuple[tuple[int, ...], ...]:
         """The ranks of each gang of a family or further axis, in rank order. Every rank is in exactly one gang.
 
@@ -90,9 +95,22 @@ class Plan:
         """
         if family in FAMILIES:
             return groups_over(self.shape, FAMILIES[family])
+        return groups_within(self.shape, self._view(family), family)
+
+    def group_of(self, family: str, rank: int) -> tuple[int, ...]:
+        """The one of `groups(family)` with `rank` in it. Takes a time that grows with that gang alone.
+
+        Raises:
+            ValueError: no family or axis has this name.
+        """
+        if family in FAMILIES:
+            return group_of(self.shape, FAMILIES[family], rank)
+        return group_within(self.shape, self._view(family), family, rank)
+
+    def _view(self, family: str) -> Axes:
         for axes in self.views:
             if family in axes.dim_names:
-                return groups_within(self.shape, axes, family)
+                return axes
         known = dict.fromkeys((*FAMILIES, *(name for axes in self.views for name in axes.dim_names)))
         raise ValueError(f"`family` must be one of {', '.join(known)}, but is {family!r} instead.")
 

@@ -32,6 +32,7 @@ from elasticgang.member.seat_state import BuildFunction, NameFunction, SeatState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.form import Form
 from elasticgang.protocol.member_lifecycle import Next
+from elasticgang.protocol.member_state import Share
 from elasticgang.protocol.record import Record
 from elasticgang.protocol.sample_positions import BatchShape
 
@@ -45,8 +46,8 @@ class Step:
         self._manager = manager
         self.index, self.is_first = index, is_first
         self.generation = manager.generation
-        self.share = manager._state.share(manager.layout)
-        self.shares = manager._state.shares(manager.layout)  # of all ranks of the dp gang
+        self.share = manager._state.share()
+        self._active = manager._state.active_members
         self.num_slots: int | None = None  # of all ranks; `divide` sets it, or a loader
         self._part: tuple[Sequence[int], Sequence[int]] | None = None
         self.taken: set[tuple[BatchShape, int]] = set()  # the global batches of this step, each with its first position
@@ -61,6 +62,11 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, generation={self.generation}, share={self.share})"
+
+    @property
+    def shares(self) -> Sequence[Share | None]:
+        """Of all ranks of the dp gang, as they were when the step began."""
+        return self._active.shares
 
     def check(self) -> None:
         """Raise StepAborted if the generation has ended, so that the script leaves a lost step early."""
@@ -221,10 +227,8 @@ class QuorumManager:
     def is_leader(self) -> bool:
         """Whether this rank is the active member of the lowest rank, which logs and saves for the job. After the loop:
         as of the last generation."""
-        record, active = self._state.record, self._state.active
-        if record is None or not active:
-            return False
-        return min(active, key=lambda member: record.plan.ranks[member]) == self.member
+        state = self._state
+        return state.record is not None and state.active_members.first == self.member
 
     def reduction(self, family: str = "dp") -> Gang:
         """The gang for gradients over the ranks of `gangs.dp`, or of `gangs.rdp`."""

@@ -47,7 +47,17 @@ from elasticgang.gang import Gang, Gangs
 from elasticgang.gang.bans import Ban, Bans
 from elasticgang.gang.elastic import Binding, ElasticGang, Group
 from elasticgang.gang.gangs import device_uuid, is_own_choice
-from elasticgang.layout import RUNTIME_GANGS, ParallelLayout
+from elasticgang.layout import ParallelLayout
+from elasticgang.layout.rank_gangs import (
+    CONTROL,
+    GANGS,
+    REDUCE,
+    REDUCE_RDP,
+    group_name,
+    ranks_of_gang,
+    reduction_gangs,
+    user_gangs,
+)
 from elasticgang.member.agent_link import AgentDoor, AgentLink
 from elasticgang.member.data_store import DataStore
 from elasticgang.member.generation import Generation
@@ -70,10 +80,6 @@ if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
 
     from elasticgang.comm.data_groups import DataGroups
-
-FAMILIES = ("root", "dp", "rdp", "sdp", "tp", "pp")
-CONTROL, REDUCE, REDUCE_RDP = RUNTIME_GANGS  # for gradients alone; a user's collectives in a step keep their own order
-_RUNTIME_FAMILIES = {CONTROL: "root", REDUCE: "dp", REDUCE_RDP: "rdp"}
 
 log = logging.getLogger("elasticgang")
 
@@ -110,9 +116,7 @@ class ElasticRendezvous:
         self.member, self.local_rank = context.member, context.local_rank
         self._context, self.compare_state = context, context.compare_state
         self._layout, self._device = layout, device
-        self._families = (*FAMILIES, *layout.further_axes)
-        is_sharded = any(option.sdp > 1 for option in layout.options)
-        self._reductions = (REDUCE, REDUCE_RDP) if is_sharded else (REDUCE,)  # else dp and rdp are the same
+        self._families, self._reductions = user_gangs(layout), reduction_gangs(layout)
         self._bans = Bans()
         names = (*self._families, *self._reductions)
         self._elastic = {name: ElasticGang(name, device, bans=self._bans) for name in names}
@@ -148,7 +152,7 @@ class ElasticRendezvous:
         return self._gangs or self._snapshot()
 
     def _snapshot(self) -> Gangs:
-        root, dp, rdp, sdp, tp, pp = (self._elastic[name] for name in FAMILIES)
+        root, dp, rdp, sdp, tp, pp = (self._elastic[name] for name in GANGS)
         further = {name: self._elastic[name] for name in self._layout.further_axes}
         return Gangs(root=root, dp=dp, rdp=rdp, sdp=sdp, tp=tp, pp=pp, further=further)
 
@@ -387,8 +391,8 @@ class ElasticRendezvous:
         exchange = None
         if rank in route.firsts and len(route.firsts) > 1:
             place = route.firsts.index(rank)
-            exchange = GroupSpec(self.group_name(route.firsts, CONTROL), place, len(route.firsts), CONTROL)
-        name = self.group_name(tuple(range(record.plan.size)), CONTROL)
+            exchange = GroupSpec(group_name(route.firsts, CONTROL), place, len(route.firsts), CONTROL)
+        name = group_name(tuple(range(record.plan.size)), CONTROL)
         block = self._take_block(record, route)
         return Sums(route, rank, name, exchange, groups, block, self._context.collective_timeout)
 
@@ -408,10 +412,11 @@ class ElasticRendezvous:
         record, groups = generation.record, generation.groups
         specs: dict[str, GroupSpec] = {}
         firsts: dict[str, str] = {}  # the gang that the group of several is named after
-        for name in (*self._families, *self._reductions):
-            ranks = self._ranks_of(generation, name)
+        ranks_of = {name: ranks_of_gang(record.plan, generation.rank, name) for name in self._elastic}
+        group_of = {name: group_name(ranks, name) for name, ranks in ranks_of.items()}
+        for name, ranks in ranks_of.items():
             if len(ranks) > 1:
-                group = self.group_name(ranks, name)
+                group = group_of[name]
                 shown = f"{specs[group].shown}, {name}" if group in specs else name
                 specs[group] = GroupSpec(group, ranks.index(generation.rank), len(ranks), shown)
                 firsts.setdefault(group, name)
@@ -430,12 +435,12 @@ class ElasticRendezvous:
         generation.sums.connected()
         self.page.entered(record.generation)
         for name, gang in self._elastic.items():
-            ranks = self._ranks_of(generation, name)
+            ranks = ranks_of[name]
             place = ranks.index(generation.rank)
             if len(ranks) == 1:
                 gang.bind(Binding(place, ranks, None))
                 continue
-            bound = self._bound(generation, specs[self.group_name(ranks, name)])
+            bound = self._bound(generation, specs[group_of[name]])
             gang.bind(Binding(place, ranks, bound, functools.partial(self._make_group, generation)))
         self._gangs = self._snapshot()
         self._torch_environment.follow(self._gangs, master_host(record))
@@ -470,18 +475,6 @@ class ElasticRendezvous:
             generation.fail(error)
             raise
         return self._bound(generation, spec)
-
-    def _ranks_of(self, generation: Generation, name: str) -> tuple[int, ...]:
-        """The ranks of this rank's gang of that family or further axis."""
-        family = _RUNTIME_FAMILIES.get(name, name)
-        return next(ranks for ranks in generation.record.plan.groups(family) if generation.rank in ranks)
-
-    @staticmethod
-    def group_name(ranks: tuple[int, ...], name: str) -> str:
-        """Gangs of the same ranks share a process group; the runtime's own do not. Each name has the ranks in it:
-        groups of one name would meet under the same keys, and connect to each other."""
-        among = "-".join(map(str, ranks))
-        return f"{name}:{among}" if name in _RUNTIME_FAMILIES else among
 
     def _on_abort(self, number: int, reason: str) -> None:
         """On the link's thread, which must not wait: further notices and the next record come by it."""

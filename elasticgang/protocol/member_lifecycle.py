@@ -304,8 +304,7 @@ class MemberLifecycle:
         state = self.state
         if self._step is not None:
             raise InvalidOperationError(f"step {self._step.attempt.step - 1} is still under way")
-        assert state.record is not None
-        self._step = _Step(state.attempt(), state.share(state.record.layout) is not None)
+        self._step = _Step(state.attempt(), state.share() is not None)
         state.begin()
         yield do.ServeState(state.committed.step, state.tip)
 

@@ -19,15 +19,16 @@ MEMBER-7  A member that the record names as a holder keeps the committed state o
 
 from __future__ import annotations
 
-import itertools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from elasticgang.errors import InternalError, StateLostError
-from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.commit import Action, Attempt, action
-from elasticgang.protocol.record import ACTIVE, LEARNER, SPARE, FormerState, Holder, MemberReport, Record, Seat
+from elasticgang.protocol.record import ACTIVE, LEARNER, FormerState, Holder, MemberReport, Record, Seat
+from elasticgang.protocol.seat_index import SeatIndex
 
 _NOTHING = Attempt(0, 0)
 
@@ -52,6 +53,41 @@ class VoteOutcome:
     leaves: bool
 
 
+class ActiveMembers:
+    """What follows from a record and those of its members that are active when this is made."""
+
+    def __init__(self, record: Record, active: set[str]) -> None:
+        self.record, self._active, self._num = record, active, len(active)
+        plan = record.plan
+        ranks = [rank for member, rank in plan.ranks.items() if member in active]
+        seated = Counter(map(plan.replica_group, ranks))
+        whole = sorted(rdp for rdp, num_active in seated.items() if num_active == record.layout.unit)
+        self.whole_groups = tuple(whole)  # the replica groups whose seats are all active, by their `rdp`
+        self.first = plan.seats[ranks[0]].id if ranks else None  # of the lowest rank
+
+    def is_of(self, record: Record | None, active: set[str]) -> bool:
+        """In a generation members only become active, so that their number says whether they are the same."""
+        return self.record is record and self._active is active and self._num == len(active)
+
+    def share(self, member: str) -> Share | None:
+        """The slots of a seated member. The whole replica groups divide them; in a group, its `sdp` ranks do."""
+        at, sdp = self.record.plan.coordinates(member), self.record.layout.sdp
+        index = bisect_left(self.whole_groups, at["rdp"])
+        if self.whole_groups[index : index + 1] != (at["rdp"],):
+            return None
+        return Share(index * sdp + at["sdp"], len(self.whole_groups) * sdp, sdp)
+
+    @cached_property
+    def shares(self) -> tuple[Share | None, ...]:
+        """The slots of each rank of the dp gang, in order."""
+        sdp = self.record.layout.sdp
+        found: list[Share | None] = [None] * (self.record.plan.size // self.record.layout.unit * sdp)
+        for index, group in enumerate(self.whole_groups):
+            for place in range(sdp):
+                found[group * sdp + place] = Share(index * sdp + place, len(self.whole_groups) * sdp, sdp)
+        return tuple(found)
+
+
 @dataclass
 class MemberState:
     """`committed`: the newest attempt known to be committed. `entered`: the generation entered last. `holds`: the model
@@ -71,7 +107,8 @@ class MemberState:
     former: FormerState | None = None
     torn: bool = False
     was_whole: bool = False
-    _whole: tuple[Record, frozenset[str], list[int]] | None = field(default=None, repr=False, compare=False)
+    _index: SeatIndex | None = field(default=None, repr=False, compare=False)
+    _active: ActiveMembers | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_active(self) -> bool:
@@ -102,24 +139,16 @@ class MemberState:
 
     def sources(self) -> tuple[Seat, ...]:
         """The other members that hold this rank's part of the committed state."""
-        assert self.record is not None
-        return tuple(
-            seat
-            for seat in self.record.seats
-            if seat.member in self.active
-            and seat.member != self.member
-            and self.record.model_coordinates(seat.member) == self.holds
-        )
+        there = self._seats.of_part(self.holds)
+        return tuple(seat for seat in there if seat.member in self.active and seat.member != self.member)
 
     def first_of_part(self) -> tuple[Seat, ...]:
         """The rank that is the first of those with this rank's part of the model, whatever they hold. Empty: it is this
         rank."""
-        record = self.record
-        assert record is not None
-        ranks = record.plan.ranks
-        first = min((m for m in ranks if record.model_coordinates(m) == self.holds), key=ranks.__getitem__)
-        seat = record.seat(first)
-        return () if seat is None or first == self.member else (seat,)
+        assert self.record is not None
+        ranks = self.record.plan.ranks
+        first = min(self._seats.of_part(self.holds), key=lambda seat: ranks[seat.member])
+        return () if first.member == self.member else (first,)
 
     # -- one step
 
@@ -152,7 +181,7 @@ class MemberState:
     def comparing(self) -> list[tuple[str, ...]]:
         """The active members of each part of the model, in one order on all members."""
         assert self.record is not None
-        found: dict[tuple[int, int, int], list[str]] = {part: [] for part in self._parts()}
+        found: dict[tuple[int, int, int], list[str]] = {part: [] for part in self._seats.parts}
         for member in sorted(self.active, key=self.record.plan.ranks.__getitem__):
             found[self.record.model_coordinates(member)].append(member)
         return [tuple(members) for members in found.values()]
@@ -169,8 +198,8 @@ class MemberState:
         is_whole = self.pending is not None or (self.only_heals and self.tip is not None)
         failed = float(self.is_active and not is_whole)
         learners_going = float(draining and not self.is_active)
-        active_going = [float(draining and self.is_active and part == self.holds) for part in self._parts()]
-        whole = [float(member == self.member and is_whole and not draining) for member in self._learners()]
+        active_going = [float(draining and self.is_active and part == self.holds) for part in self._seats.parts]
+        whole = [float(member == self.member and is_whole and not draining) for member in self._seats.learners]
         named = [1.0, float(attempt.step), float(attempt.generation)]
         return [failed, float(join_noticed), float(num_successors), *named, learners_going, *active_going, *whole]
 
@@ -184,19 +213,20 @@ class MemberState:
         num_failed, joins, num_successors, size, steps, generations, learners_going, *rest = sums
         if [steps, generations] != [size * attempt.step, size * attempt.generation]:
             raise InternalError(f"the ranks voted on different attempts: mine is {attempt}, the sums are {list(sums)}")
-        parts = self._parts()
+        parts = self._seats.parts
         going = dict(zip(parts, rest, strict=False))
         if num_failed and not self.only_heals:
             self.pending = None
             passed = False
         else:
             passed = not self.only_heals
-            whole = zip(self._learners(), rest[len(parts) :], strict=True)
+            whole = zip(self._seats.learners, rest[len(parts) :], strict=True)
             self.active.update(member for member, flag in whole if flag)
         is_wanted = joins > 0.0 or num_successors > 0.0
         leaving = [part for part in parts if going[part] and self._may_leave(part, int(going[part]), is_wanted)]
         leaves = draining and (not self.is_active or self.holds in leaving)
-        awaited = any(part not in leaving and self._is_awaited_by_absent(part, int(going[part])) for part in parts)
+        stay = [part for part in parts if going[part] and part not in leaving]
+        awaited = any(self._is_awaited_by_absent(part, int(going[part])) for part in stay)
         awaited = awaited or self._have_spares_kept()
         return VoteOutcome(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving) or awaited, leaves)
 
@@ -208,18 +238,16 @@ class MemberState:
     def _may_leave(self, part: tuple[int, int, int], num_going: int, is_wanted: bool) -> bool:
         """Whether the draining active members of `part` may leave (MEMBER-6). `is_wanted`: a rank without a seat needs
         their state."""
-        assert self.record is not None
-        there = [seat.member for seat in self.record.seats if self.record.part_of(seat) == part]
-        num_active = sum(member in self.active for member in there)
+        there = self._seats.of_part(part)
+        num_active = sum(seat.member in self.active for seat in there)
         return num_going < num_active or not (is_wanted or num_active < len(there) or self._is_new(part, num_going))
 
     def _is_awaited_by_absent(self, part: tuple[int, int, int], num_going: int) -> bool:
         """Whether spares, or another layout, may relieve `num_going` draining members of `part` that must stay, of whom
         the record does not know yet."""
-        assert self.record is not None
         if self._is_new(part, num_going):
             return True
-        return self._is_untold(part, num_going) and any(seat.status == SPARE for seat in self.record.seats)
+        return self._is_untold(part, num_going) and self._seats.has_spares
 
     def _is_new(self, part: tuple[int, int, int], num_going: int) -> bool:
         """Whether the next record may take another layout, because it knows that `num_going` members drain."""
@@ -228,21 +256,20 @@ class MemberState:
 
     def _is_untold(self, part: tuple[int, int, int], num_going: int) -> bool:
         """Whether the record knows of fewer draining members of `part`."""
-        assert self.record is not None
-        draining = self.record.draining_members
-        told = [seat for seat in self.record.seats if seat.member in draining and self.record.part_of(seat) == part]
-        return num_going > len(told)
+        return num_going > self._seats.num_draining(part)
 
-    def _parts(self) -> list[tuple[int, int, int]]:
-        """The model coordinates, in one order on all members."""
+    @property
+    def _seats(self) -> SeatIndex:
+        """Of the record of the generation entered last."""
         assert self.record is not None
-        layout = self.record.layout
-        return list(itertools.product(range(layout.pp), range(layout.sdp), range(layout.tp)))
+        if self._index is None or self._index.record is not self.record:
+            self._index = SeatIndex(self.record)
+        return self._index
 
     @property
     def awaits_learners(self) -> bool:
         """Whether a member of the generation has yet to become active."""
-        return any(member not in self.active for member in self._learners())
+        return any(member not in self.active for member in self._seats.learners)
 
     @property
     def prepares_digests(self) -> bool:
@@ -250,16 +277,12 @@ class MemberState:
         holders of its part on its host the first one does. A learner on another host requests them of each."""
         assert self.record is not None
         here = self.record.seat(self.member)
-        alike = [seat for seat in self.record.seats if self.record.part_of(seat) == self.holds]
+        alike = self._seats.of_part(self.holds)
         hosts = {seat.host for seat in alike if seat.status == LEARNER}
         if here is None or not hosts:
             return False
         first = next((seat for seat in alike if seat.status == ACTIVE and seat.host == here.host), here)
         return first == here or hosts != {here.host}
-
-    def _learners(self) -> list[str]:
-        assert self.record is not None
-        return [seat.member for seat in self.record.seats if seat.status == LEARNER]
 
     def passed(self, attempt: Attempt) -> bool:
         """The vote on `attempt` has passed. Returns whether this rank applies it. Otherwise it now has no state."""
@@ -282,40 +305,22 @@ class MemberState:
     def end_apply(self, attempt: Attempt) -> None:
         self.torn, self.tip = False, attempt
 
-    def share(self, layout: ParallelLayout) -> Share | None:
-        """This rank's slots. The replica groups whose seats are all active divide them; in a group, its `sdp` ranks
-        do."""
-        assert self.record is not None
-        mine, whole = self.record.plan.coordinates(self.member), self._whole_groups()
-        if mine["rdp"] not in whole:
-            return None
-        return Share(whole.index(mine["rdp"]) * layout.sdp + mine["sdp"], len(whole) * layout.sdp, layout.sdp)
-
-    def shares(self, layout: ParallelLayout) -> list[Share | None]:
-        """The slots of each rank of the dp gang, in order."""
-        assert self.record is not None
-        whole, num_groups = self._whole_groups(), self.record.plan.size // self.record.layout.unit
-        found: list[Share | None] = [None] * (num_groups * layout.sdp)
-        for index in range(len(whole) * layout.sdp):
-            group, place = divmod(index, layout.sdp)
-            found[whole[group] * layout.sdp + place] = Share(index, len(whole) * layout.sdp, layout.sdp)
-        return found
+    def share(self) -> Share | None:
+        """This rank's slots."""
+        return self.active_members.share(self.member)
 
     @property
     def only_heals(self) -> bool:
         """Whether no replica group is whole, so that no rank has slots."""
-        return not self._whole_groups()
+        return not self.active_members.whole_groups
 
-    def _whole_groups(self) -> list[int]:
-        """The replica groups whose seats are all active, by their `rdp`."""
+    @property
+    def active_members(self) -> ActiveMembers:
+        """Of the generation entered last."""
         assert self.record is not None
-        known = self._whole
-        if known is None or known[0] is not self.record or known[1] != self.active:
-            plan = self.record.plan
-            seated = Counter(plan.coordinates(member)["rdp"] for member in self.active if member in plan.ranks)
-            whole = sorted(rdp for rdp, num_active in seated.items() if num_active == self.record.layout.unit)
-            known = self._whole = self.record, frozenset(self.active), whole
-        return known[2]
+        if self._active is None or not self._active.is_of(self.record, self.active):
+            self._active = ActiveMembers(self.record, self.active)
+        return self._active
 
     # -- from generation to generation
 

@@ -126,6 +126,15 @@ class Report:
     settings: tuple[tuple[str, str], ...] = ()
 
 
+class Span(NamedTuple):
+    """Members of an agent with consecutive ranks: `num_seats` of its seats, from number `first` on. Or spares."""
+
+    agent: str
+    first: int
+    num_seats: int
+    status: str
+
+
 class Seat(NamedTuple):
     """A member's place. `address`: as `MemberReport` has it. `status` is active, learner or spare; its rank and
     coordinates are in the plan."""
@@ -234,7 +243,7 @@ class Record:
         if line is None:
             return ()
         if agent not in self._parsed_seats:
-            spans = parse_lines(spans_of_agent(agent, self.form.order_text))
+            spans = _spans(spans_of_agent(agent, self.form.order_text))
             self._parsed_seats[agent] = _seats(agent, json.loads(line), spans)
         return self._parsed_seats[agent]
 
@@ -242,6 +251,11 @@ class Record:
     def _parsed_seats(self) -> dict[str, tuple[Seat, ...]]:
         """By agent, of those that were asked for (RECORD-2)."""
         return {}
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """All places, ranks first, in their order. Raises KeyError, TypeError or ValueError: they are invalid."""
+        return _spans(self.form.order)
 
     @property
     def ref(self) -> RecordRef:
@@ -377,14 +391,13 @@ def _declared(layouts: tuple[ParallelLayout, ...]) -> ParallelLayout:
 def _seats_and_plan(record: Record) -> dict[str, Any]:
     """Raises KeyError, TypeError or ValueError: they are invalid."""
     form = record.form
-    spans = parse_lines(form.order)
-    spans_by_agent: dict[str, list[Any]] = {agent: [] for agent in form.lines}
-    for agent, *span in spans:
-        spans_by_agent[agent].append((agent, *span))
+    spans_by_agent: dict[str, list[Span]] = {agent: [] for agent in form.lines}
+    for span in record.spans:
+        spans_by_agent[span.agent].append(span)
     lines = zip(form.lines, parse_lines(form.lines.values()), strict=True)
     seats_of = {agent: _seats(agent, line, spans_by_agent[agent]) for agent, line in lines}
     in_order: list[Seat] = []
-    for agent, first, count, _ in spans:
+    for agent, first, count, _ in record.spans:
         in_order += seats_of[agent][first : first + count]
     size = math.prod(record.shape)
     plan = {
@@ -396,14 +409,18 @@ def _seats_and_plan(record: Record) -> dict[str, Any]:
     return {"seats": tuple(itertools.chain.from_iterable(seats_of.values())), "plan": planned}
 
 
-def _seats(agent: str, line: Any, spans: Sequence[Any]) -> tuple[Seat, ...]:
+def _spans(lines: Collection[str]) -> list[Span]:
+    return [Span(agent, first, count, _STATUS_OF[status]) for agent, first, count, status in parse_lines(lines)]
+
+
+def _seats(agent: str, line: Any, spans: Sequence[Span]) -> tuple[Seat, ...]:
     """A member without a place is a spare, of an agent that is one too many."""
     host, *rows = line
     statuses = [SPARE] * len(rows)
     for _, first, count, status in spans:
         if not 0 <= first < first + count <= len(rows):
             raise ValueError("a span has places for members that the agent does not have")
-        statuses[first : first + count] = [_STATUS_OF[status]] * count
+        statuses[first : first + count] = [status] * count
     return tuple(
         [
             Seat(member, agent, host, local_rank, address, status)

@@ -8,7 +8,7 @@ ROUTE-2  All ranks derive the same from the record alone: the agent of each seat
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,13 +30,16 @@ class SumRoute(NamedTuple):
 
 def sum_route(record: Record, rank: int) -> SumRoute:
     """The way of the sums for `rank`."""
-    by_agent = defaultdict(list)
-    for member, at in sorted(record.plan.ranks.items(), key=lambda item: item[1]):
-        seat = record.seat(member)
-        assert seat is not None
-        by_agent[seat.agent].append(at)  # ROUTE-2
-    local = next(ranks for ranks in by_agent.values() if rank in ranks)
-    return SumRoute(tuple(local), tuple(sorted(ranks[0] for ranks in by_agent.values())))  # ROUTE-1
+    by_agent: dict[str, list[range]] = {}  # ROUTE-2
+    own, first = "", 0
+    for agent, _, count, _ in itertools.takewhile(lambda span: span.status != SPARE, record.spans):
+        ranks = range(first, first + count)
+        by_agent.setdefault(agent, []).append(ranks)
+        if rank in ranks:
+            own = agent
+        first += count
+    firsts = tuple([ranks[0].start for ranks in by_agent.values()])  # ROUTE-1
+    return SumRoute(tuple(itertools.chain.from_iterable(by_agent[own])), firsts)
 
 
 def sharing_members(own_seats: Sequence[Seat]) -> tuple[str, ...]:

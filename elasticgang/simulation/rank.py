@@ -369,7 +369,7 @@ class Rank:
     def _contribute(self) -> None:
         generation, member_state = self.generation, self.member_state
         assert generation is not None
-        share = member_state.share(generation.record.layout)
+        share = member_state.share()
         self.forward = member_state.attempt() if share is not None else None
         generation.reduction(self.round).parts[self.name] = Part(
             member_state.attempt(),
@@ -387,7 +387,7 @@ class Rank:
         """The number of its replica group, and which groups have runs."""
         assert self.generation is not None
         record = self.generation.record
-        shares = self.member_state.shares(record.layout)[:: record.layout.sdp]
+        shares = self.member_state.active_members.shares[:: record.layout.sdp]
         return record.plan.coordinates(self.name)["rdp"], [share is not None for share in shares]
 
     def begin_runs(self) -> bool:

@@ -259,7 +259,7 @@ class _StreamedSlots(LoadedSlots):
         return batches
 
 
-def _are_shared(shares: list[Share | None]) -> bool:
+def _are_shared(shares: Sequence[Share | None]) -> bool:
     return any(share is not None for share in shares)
 
 

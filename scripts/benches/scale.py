@@ -8,11 +8,15 @@ decoded. docs/scale.md makes a model of these constants. Prints one JSON line pe
   change        CPU of the coordinator for one lost rank, from the first report to the last push; bytes for each agent
   learn         CPU of one agent for what it is sent: to check it, and to make the text that its ranks read
   read          CPU of one rank for that text
+  enter         CPU of one rank from the text of a record to the names of its groups, which it then connects; with
+                replica groups of one rank, and of up to a quarter of the hosts
+  step          the same for what it decides in one step, without the numbers that it sums
   keys          CPU of the coordinator for the rendezvous keys of the root group, from the first agent's message to the
                 last one to an agent, with `--turn` messages read at a time; bytes that an agent sends and is sent, mean
                 and most; messages to all agents. The key of a rank is as long as in a real group of 24.
 
-`cpu_ms` is of one try, in milliseconds of one core; of `change`, `learn` and `read` the median of several.
+`cpu_ms` is of one try, in milliseconds of one core; of `change`, `learn`, `read`, `enter` and `step` the median of
+several.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -37,11 +41,17 @@ from elasticgang.collectives.exchange import DIRECT_SIZE, rounds
 from elasticgang.comm.agent_store import Peers
 from elasticgang.coordinator.server import collect_rarely
 from elasticgang.environment import ask_size
+from elasticgang.layout import Member, ParallelLayout, Plan
+from elasticgang.layout.rank_gangs import group_name, ranks_of_gang, reduction_gangs, user_gangs
 from elasticgang.protocol import coordinator_messages as m
+from elasticgang.protocol import member_instructions as do
+from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.end_cause import EndCause
-from elasticgang.protocol.record import Record, Seat
+from elasticgang.protocol.member_lifecycle import MemberLifecycle, Next, Routine
+from elasticgang.protocol.record import ACTIVE, Record, Seat
 from elasticgang.protocol.rendezvous_keys import Asked, Key, KeyExchange, RendezvousKeys
+from elasticgang.protocol.sum_route import sum_route
 from elasticgang.session.messages import decode_from_agent, decode_from_coordinator, encode, encode_delta
 from elasticgang.torch_private import gloo_device, gloo_keys, new_gloo
 from scripts.benches.coordinator import report_of
@@ -50,6 +60,7 @@ from scripts.figures import print_figures
 _DEFAULT_GC = gc.get_threshold()
 _KEY_SIZE = 24  # of the group whose rendezvous keys are measured: larger than those that connect at once
 _TIMEOUT = timedelta(seconds=60)
+_MANY_STEPS = 10**9
 
 
 class KeyCounter(Store):
@@ -164,6 +175,72 @@ class Job:
         return used_s + decided_s, pushes[0]
 
 
+class Rank:
+    """One rank's state machine, in a job of `num_ranks` on each of `num_hosts` whose ranks are all active."""
+
+    def __init__(self, num_hosts: int, num_ranks: int, layout: ParallelLayout) -> None:
+        agents = tuple(f"agent-{host:05}" for host in range(num_hosts))
+        names = [Member(f"{agent}/{rank}/1", agent) for agent in agents for rank in range(num_ranks)]
+        plan = Plan((layout.pp, len(names) // layout.unit, layout.sdp, layout.tp), tuple(names))
+        seats = tuple(Seat(m.id, m.host, m.host, at % num_ranks, "10.0.0.1:1", ACTIVE) for at, m in enumerate(names))
+        record = Record("job", 1, "", layout, plan, seats, agents, Attempt(0, 0), addresses=("10.0.0.1:2",) * num_hosts)
+        self._text, self._size, self._layout = record.text, plan.size, layout
+        self._sent: Sequence[float] = ()
+        self.lifecycle = MemberLifecycle(names[plan.size // 2].id, 0, "10.0.0.1:1")
+
+    def enter(self) -> None:
+        self._run(self.lifecycle.pass_boundary(_MANY_STEPS))
+
+    def step(self) -> None:
+        lifecycle = self.lifecycle
+        assert self._run(lifecycle.pass_boundary(_MANY_STEPS)) is Next.STEP
+        self._run(lifecycle.begin())
+        assert self._run(lifecycle.commit(1.0, measures=False))
+        self._run(lifecycle.end(None))
+
+    def _run(self, routine: Routine[Any]) -> Any:
+        outcome: Any = None
+        while True:
+            try:
+                outcome = self._perform(routine.send(outcome))
+            except StopIteration as end:
+                return end.value
+
+    def _perform(self, instruction: do.Instruction) -> Any:
+        match instruction:
+            case do.Do.AWAIT_RECORD:
+                return Record.from_text(self._text)
+            case do.Configure(record):
+                rank = record.plan.ranks[self.lifecycle.state.member]
+                sum_route(record, rank)
+                for name in (*user_gangs(self._layout), *reduction_gangs(self._layout)):
+                    group_name(ranks_of_gang(record.plan, rank, name), name)
+            case do.StartSum(gang, values):
+                if gang == "control":
+                    failed, joins, num_successors, *named = values[:6]
+                    self._sent = [failed, joins, num_successors, *(self._size * each for each in named), *values[6:]]
+                else:
+                    self._sent = [self._size * values[0], *values[1:]]
+            case do.Do.AWAIT_SUMS:
+                return self._sent
+        return None
+
+
+def ranks(num_hosts: int, num_ranks: int) -> Iterator[dict[str, Any]]:
+    sdp = max((size for size in range(1, num_hosts // 4 + 1) if num_hosts % size == 0), default=1)
+    for layout in (ParallelLayout(), ParallelLayout(sdp=sdp, tp=num_ranks)):
+        rank = Rank(num_hosts, num_ranks, layout)
+        for name, function, num in (("enter", rank.enter, 1), ("step", rank.step, 20)):
+            used = [_cpu_s(function) for _ in range(num)]
+            yield {"figure": name, "layout": layout.sizes, "cpu_ms": round(1000 * statistics.median(used), 3)}
+
+
+def _cpu_s(function: Callable[[], object]) -> float:
+    began_s = time.process_time()
+    function()
+    return time.process_time() - began_s
+
+
 def vote(num_hosts: int) -> dict[str, Any]:
     """One rank of each host sends (ROUTE-1)."""
     if num_hosts <= DIRECT_SIZE:
@@ -276,6 +353,7 @@ def main() -> int:
             for figure in itertools.chain(
                 [{"figure": "vote", **vote(num_hosts)}, keys(num_hosts, args.ranks, args.turn, key)],
                 decisions(num_hosts, args),
+                ranks(num_hosts, args.ranks),
             )
         )
         for num_hosts in args.hosts

@@ -11,9 +11,8 @@ import torch
 
 from elasticgang.errors import LayoutError
 from elasticgang.gang import FakeGang, Gangs
-from elasticgang.layout import Axes, Member, ParallelLayout, plan
+from elasticgang.layout import Axes, ParallelLayout
 from elasticgang.member.local_rendezvous import LocalRendezvous
-from elasticgang.member.rendezvous import CONTROL, FAMILIES, REDUCE, REDUCE_RDP, ElasticRendezvous
 from tests.support import Command, Job
 
 CPU = torch.device("cpu")
@@ -102,21 +101,6 @@ def test_they_are_gangs_of_the_next_generation_when_a_rank_has_died(tmp_path: Pa
             f"cp {rank % 2}/2 {(11, 1100)[rank // 2]} none 0/1 {10**rank}" for rank in range(size)
         }
     assert max(generations) > 1
-
-
-def test_groups_of_other_ranks_have_other_names() -> None:
-    """They rendezvous under their names: the gradients' groups of two tp places, both "reduce", met each other's ranks,
-    and one of them waited for ever."""
-    layout = ParallelLayout(pp=2, sdp=2, tp=2, views=(Axes((4, 2), ("ep", "rest")),))
-    planned = plan([Member(f"m{index:02}", "A") for index in range(16)], layout)
-    families = {**{name: name for name in (*FAMILIES, *layout.further_axes)}, CONTROL: "root", REDUCE: "dp"}
-    families[REDUCE_RDP] = "rdp"
-    ranks_of: dict[str, tuple[int, ...]] = {}
-    for name, family in families.items():
-        for ranks in planned.groups(family):
-            group = ElasticRendezvous.group_name(ranks, name)
-            assert ranks_of.setdefault(group, ranks) == ranks
-            assert (name in group) == (name in (CONTROL, REDUCE, REDUCE_RDP))
 
 
 def test_alone_they_are_fake_gangs_of_one() -> None:

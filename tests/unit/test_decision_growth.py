@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import pytest
 
+from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.record import Record, Report
 from elasticgang.protocol.rendezvous_keys import Asked, Key, KeyExchange
-from scripts.benches.scale import Job
+from scripts.benches.scale import Job, Rank
 from tests.unit.proposals import agreed, member, report, trained
 
 SETTINGS = (("number of steps", "10"),)
@@ -40,6 +42,25 @@ def num_calls(function: Callable[[], object]) -> int:
     finally:
         sys.setprofile(former)
     return calls
+
+
+def num_opcodes(function: Callable[[], object]) -> int:
+    """With what loops execute, which calls nothing."""
+    opcodes = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        nonlocal opcodes
+        frame.f_trace_opcodes = True
+        opcodes += event == "opcode"
+        return count
+
+    former = sys.gettrace()
+    sys.settrace(count)
+    try:
+        function()
+    finally:
+        sys.settrace(former)
+    return opcodes
 
 
 def check_growth(at: Callable[[int], Callable[[], object]]) -> None:
@@ -90,3 +111,19 @@ def test_the_work_of_exchanging_keys_grows_with_the_number_of_agents_alone() -> 
         return take_all
 
     check_growth(exchange)
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(pp=2, sdp=5, tp=2)])
+def test_the_work_of_a_rank_in_a_step_does_not_grow_with_the_number_of_ranks(layout: ParallelLayout) -> None:
+    """A step of 8,000 ranks took each of them 62 ms, for what the seats of the others say."""
+    opcodes = []
+    for num_agents in (30, 120):
+        rank = Rank(num_agents, 2, layout)
+        rank.enter()
+        rank.step()
+        opcodes.append(num_opcodes(rank.step))
+    assert opcodes[0] == opcodes[1]
+
+
+def test_the_work_of_a_rank_between_steps_grows_with_the_number_of_agents_alone() -> None:
+    check_growth(lambda num_agents: Rank(num_agents, 2, ParallelLayout(tp=2)).enter)

@@ -144,8 +144,8 @@ def test_a_share_is_that_of_its_place_among_all() -> None:
     for state in made.values():
         assert state.record is not None
         at = state.record.plan.coordinates(state.member)
-        assert state.share(layout) == state.shares(layout)[at["rdp"] * layout.sdp + at["sdp"]]
-    assert sorted(share.index for state in made.values() if (share := state.share(layout)) is not None) == [0, 1, 2, 3]
+        assert state.share() == state.active_members.shares[at["rdp"] * layout.sdp + at["sdp"]]
+    assert sorted(share.index for state in made.values() if (share := state.share()) is not None) == [0, 1, 2, 3]
 
 
 # SNAPSHOT-4
