@@ -198,10 +198,14 @@ class MemberState:
         is_whole = self.pending is not None or (self.only_heals and self.tip is not None)
         failed = float(self.is_active and not is_whole)
         learners_going = float(draining and not self.is_active)
-        active_going = [float(draining and self.is_active and part == self.holds) for part in self._seats.parts]
-        whole = [float(member == self.member and is_whole and not draining) for member in self._seats.learners]
+        seats, going, whole = self._seats, {}, {}
+        if draining and self.is_active and self.holds is not None:
+            going[seats.number_of(self.holds)] = 1
+        if not self.is_active and is_whole and not draining:
+            whole[seats.learners.index(self.member)] = 1
+        counts = [*seats.counts_of_parts.pack(going), *seats.counts_of_learners.pack(whole)]
         named = [1.0, float(attempt.step), float(attempt.generation)]
-        return [failed, float(join_noticed), float(num_successors), *named, learners_going, *active_going, *whole]
+        return [failed, float(join_noticed), float(num_successors), *named, learners_going, *counts]
 
     def count(self, attempt: Attempt, sums: Sequence[float], draining: bool) -> VoteOutcome:
         """The outcome of the vote on `attempt`. A failed vote drops the prepared attempt (MEMBER-2). All members get
@@ -213,20 +217,21 @@ class MemberState:
         num_failed, joins, num_successors, size, steps, generations, learners_going, *rest = sums
         if [steps, generations] != [size * attempt.step, size * attempt.generation]:
             raise InternalError(f"the ranks voted on different attempts: mine is {attempt}, the sums are {list(sums)}")
-        parts = self._seats.parts
-        going = dict(zip(parts, rest, strict=False))
+        seats = self._seats
+        of_parts = seats.counts_of_parts.unpack(rest[: seats.counts_of_parts.num_numbers])
+        going = {seats.parts[number]: num for number, num in of_parts.items()}
         if num_failed and not self.only_heals:
             self.pending = None
             passed = False
         else:
             passed = not self.only_heals
-            whole = zip(self._seats.learners, rest[len(parts) :], strict=True)
-            self.active.update(member for member, flag in whole if flag)
+            whole = seats.counts_of_learners.unpack(rest[seats.counts_of_parts.num_numbers :])
+            self.active.update(seats.learners[number] for number in whole)
         is_wanted = joins > 0.0 or num_successors > 0.0
-        leaving = [part for part in parts if going[part] and self._may_leave(part, int(going[part]), is_wanted)]
+        leaving = [part for part, num in going.items() if self._may_leave(part, num, is_wanted)]
         leaves = draining and (not self.is_active or self.holds in leaving)
-        stay = [part for part in parts if going[part] and part not in leaving]
-        awaited = any(self._is_awaited_by_absent(part, int(going[part])) for part in stay)
+        stay = [part for part in going if part not in leaving]
+        awaited = any(self._is_awaited_by_absent(part, going[part]) for part in stay)
         awaited = awaited or self._have_spares_kept()
         return VoteOutcome(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving) or awaited, leaves)
 

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from elasticgang.protocol.packed_counts import PackedCounts
 from elasticgang.protocol.record import LEARNER, SPARE, Model, Record, Seat
 
 
@@ -25,6 +26,21 @@ class SeatIndex:
         """The model coordinates, in one order on all members."""
         layout = self.record.layout
         return tuple(itertools.product(range(layout.pp), range(layout.sdp), range(layout.tp)))
+
+    def number_of(self, part: Model) -> int:
+        """The index in `parts`."""
+        layout, (pp, sdp, tp) = self.record.layout, part
+        return (pp * layout.sdp + sdp) * layout.tp + tp
+
+    @cached_property
+    def counts_of_parts(self) -> PackedCounts:
+        """Of the members of each part."""
+        plan = self.record.plan
+        return PackedCounts(len(self.parts), plan.size // len(self.parts))
+
+    @cached_property
+    def counts_of_learners(self) -> PackedCounts:
+        return PackedCounts(len(self.learners), 1)
 
     @cached_property
     def learners(self) -> tuple[str, ...]:

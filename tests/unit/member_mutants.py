@@ -15,6 +15,7 @@ from elasticgang.errors import GangError
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol import (
     member_lifecycle,
+    packed_counts,
     recovery,
     rendezvous_keys,
     sum_route,
@@ -29,6 +30,7 @@ from elasticgang.protocol.sum_route import SumRoute
 from tests.unit import (
     test_member_checkpoints,
     test_member_lifecycle,
+    test_packed_counts,
     test_recovery,
     test_rendezvous_keys,
     test_reshape,
@@ -239,6 +241,14 @@ MEMBER_MUTANTS = {
     ),
     "agents of one host share memory": UnitMutant(
         ((sum_route, "sum_route", _shared_by_host),), test_sum_route.test_two_agents_of_one_host_share_no_memory
+    ),
+    "a count runs over into the next one": UnitMutant(
+        ((packed_counts, "_base", always(4)),),
+        lambda: test_packed_counts.test_the_sum_of_packed_counts_has_the_sums_of_all_counts(5, 4),
+    ),
+    "more counts share a number than it holds exactly": UnitMutant(
+        ((packed_counts, "_num_each", always(64)),),
+        lambda: test_packed_counts.test_the_sum_of_packed_counts_has_the_sums_of_all_counts(200, 1),
     ),
     "all steps take the same number of samples": UnitMutant(
         ((SamplePositions, "take", _as_one_size),),

@@ -122,7 +122,7 @@ def test_the_work_of_a_rank_in_a_step_does_not_grow_with_the_number_of_ranks(lay
         rank.enter()
         rank.step()
         opcodes.append(num_opcodes(rank.step))
-    assert opcodes[0] == opcodes[1]
+    assert opcodes[1] < 1.1 * opcodes[0]
 
 
 def test_the_work_of_a_rank_between_steps_grows_with_the_number_of_agents_alone() -> None:

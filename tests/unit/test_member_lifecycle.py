@@ -27,6 +27,7 @@ from elasticgang.protocol.record import ACTIVE, LEARNER, SPARE, Record, Seat
 T = TypeVar("T")
 LOST = PeerLostError("a peer is lost")
 NUM_STEPS = 100
+_NUM_BEFORE_COUNTS = 7  # numbers of a vote
 
 
 def record(status: str, generation: int = 1, committed: Attempt | None = None, with_seat: bool = True) -> Record:
@@ -42,7 +43,8 @@ def record(status: str, generation: int = 1, committed: Attempt | None = None, w
 @dataclass
 class Driver:
     """Carries out nothing. `outcomes` of `run` has the outcome of an instruction, or the error that it raises, by its
-    name; the others succeed, and both ranks send the same to a sum."""
+    name; the others succeed, and both ranks send the same to a sum, but for the counts of a vote, which are of a0
+    alone."""
 
     lifecycle: MemberLifecycle = field(default_factory=lambda: MemberLifecycle("a0", 0, "a0:1"))
     records: list[Record | None] = field(default_factory=list)
@@ -81,7 +83,8 @@ class Driver:
                 case do.FetchForward() if outcome is None:
                     outcome = True
                 case Do.AWAIT_SUMS if outcome is None:
-                    outcome = [2 * value for value in values]
+                    num_alike = _NUM_BEFORE_COUNTS if gang == " control" else None
+                    outcome = [*(2 * value for value in values[:num_alike]), *values[len(values[:num_alike]) :]]
                 case Do.AWAIT_RECORD:
                     outcome = self.records.pop(0)
                 case do.Poison(error):

@@ -190,6 +190,7 @@ RULES = {
         "what is lost stays lost out of office",
     ),
     "PERSIST": ("pushed before it is written",),
+    "PACK-1": ("a count runs over into the next one", "more counts share a number than it holds exactly"),
     "POSITION-1": ("all steps take the same number of samples",),
     "POSITION-2": ("any number of samples goes on",),
     "POSITION-3": ("a rank heals with any global batch",),
