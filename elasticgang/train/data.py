@@ -15,7 +15,8 @@ from elasticgang.integers import required_integer
 from elasticgang.member.manager import Step
 from elasticgang.protocol.member_state import Share
 from elasticgang.protocol.sample_positions import BatchShape
-from elasticgang.train.partition import likely_parts, pass_ranges, slots_of
+from elasticgang.train.partition import likely_parts, slots_of
+from elasticgang.train.shuffled_order import ShuffledOrder
 
 Sampler = Callable[[int, int], Tensor | Sequence[int]]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -141,11 +142,7 @@ class GlobalBatch:
         if own is None:
             return Slots(self.share(step.index, step.share), step)
         due, kept = own
-        return Slots(
-            [self._slot(step.index, number, number == due[-1]) for number in due],
-            step,
-            [self._slot(step.index, number, False) for number in kept],
-        )
+        return Slots(self._slots(step.index, due), step, self._slots(step.index, kept, has_last=False))
 
     def share(self, step_index: int, share: Share | None) -> Slots:
         """The slots of the part `share` of step `step_index`; empty for None. Where the job continues one of another
@@ -157,14 +154,13 @@ class GlobalBatch:
         """
         if share is None:
             return Slots(())
-        numbers = numbers_of(self.num_slots, self.slot, share)
-        return Slots([self._slot(step_index, number, number == numbers[-1]) for number in numbers])
+        return Slots(self._slots(step_index, numbers_of(self.num_slots, self.slot, share)))
 
     def has_samples(self, step_index: int) -> bool:
         """Whether there are samples for the step: False if the sampler raises. What it raises is raised again where
         the step asks for them."""
         try:
-            self._samples(step_index, 0, self.slot)
+            self._samples(step_index, torch.arange(self.slot))
         except Exception:  # of the script
             return False
         return True
@@ -175,24 +171,35 @@ class GlobalBatch:
         if share is None:
             return Slots(())
         numbers = likely_numbers(self.num_slots, self.slot, share)
-        return Slots([self._slot(step_index, number, False) for number in numbers])
+        return Slots(self._slots(step_index, numbers, has_last=False))
 
     def samples(self, step_index: int) -> Tensor:
         """All samples of a step, in order: int64 `[size]`."""
-        return self._samples(step_index, 0, self.size)
+        return self._samples(step_index, torch.arange(self.size, device="cpu"))
 
-    def _slot(self, step_index: int, number: int, last: bool) -> Slot:
-        index = self._samples(step_index, number * self.slot, self.slot)
-        return Slot(number, index, mixed(self.seed, step_index, number), last)
+    def _slots(self, step_index: int, numbers: Sequence[int], *, has_last: bool = True) -> list[Slot]:
+        """Those of these numbers. `has_last`: the last of them is the last of the share."""
+        if not numbers:
+            return []
+        firsts = self.slot * torch.tensor(numbers, device="cpu")
+        samples = self._samples(step_index, (firsts[:, None] + torch.arange(self.slot, device="cpu")).flatten())
+        return [
+            Slot(number, index.clone(), mixed(self.seed, step_index, number), has_last and number == numbers[-1])
+            for number, index in zip(numbers, torch.split(samples, self.slot), strict=True)
+        ]
 
-    def _samples(self, step_index: int, first: int, count: int) -> Tensor:
+    def _samples(self, step_index: int, places: Tensor) -> Tensor:
+        """Those at these places of the global batch."""
         if self._sampler is not None:
-            return self._sampled(step_index)[first : first + count].clone()
+            return self._sampled(step_index)[places]
         of_step, position = self._start
-        first += position + (step_index - of_step) * self.size
-        return torch.cat(
-            [self._order(run.pass_index)[run.start : run.stop] for run in pass_ranges(first, count, self.num_samples)]
-        )
+        places = places + (position + (step_index - of_step) * self.size)
+        passes = places // self.num_samples
+        samples = torch.empty_like(places)
+        for pass_index in torch.unique(passes).tolist():
+            where = passes == pass_index
+            samples[where] = self._order(pass_index).at(places[where] - pass_index * self.num_samples)
+        return samples
 
     def _sampled_of(self, step_index: int) -> Tensor:
         samples = self._called(step_index)
@@ -222,9 +229,8 @@ class GlobalBatch:
             )
         return samples.to(torch.int64)
 
-    def _order_of(self, pass_index: int) -> Tensor:
-        generator = torch.Generator().manual_seed(mixed(self.seed, pass_index))
-        return torch.randperm(self.num_samples, generator=generator, device="cpu")
+    def _order_of(self, pass_index: int) -> ShuffledOrder:
+        return ShuffledOrder(self.num_samples, mixed(self.seed, pass_index))
 
 
 def sizes(size: object, slot: object) -> tuple[int, int]:

@@ -8,17 +8,6 @@ batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class PassRange:
-    """Consecutive indices `[start, stop)` into the order of one pass."""
-
-    pass_index: int
-    start: int
-    stop: int
-
 
 def slots_of(num_slots: int, index: int, count: int, group_size: int = 1) -> range:
     """The slots of part `index` of `count`. Each `group_size` consecutive parts form a group. Its slots are
@@ -51,15 +40,3 @@ def likely_parts(index: int, count: int, group_size: int = 1) -> list[tuple[int,
             (at * group_size + place, following * group_size) for at in sorted({group, moved}) if 0 <= at < following
         ]
     return found
-
-
-def pass_ranges(first_position: int, num_positions: int, num_samples: int) -> list[PassRange]:
-    """The positions `[first_position, first_position + num_positions)` as ranges within passes."""
-    runs = []
-    position, end = first_position, first_position + num_positions
-    while position < end:
-        pass_index, start = divmod(position, num_samples)
-        stop = min(num_samples, start + end - position)
-        runs.append(PassRange(pass_index, start, stop))
-        position += stop - start
-    return runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -110,6 +111,18 @@ def test_a_batch_larger_than_the_data_holds_whole_passes() -> None:
     batches = GlobalBatch(3, size=8, slot=4)
     samples = torch.cat([batches.samples(0), batches.samples(1), batches.samples(2)])
     assert all(sorted(samples[start : start + 3].tolist()) == [0, 1, 2] for start in range(0, 24, 3))
+
+
+# ORDER-2
+def test_a_huge_dataset_costs_no_memory() -> None:
+    """Around the end of a pass."""
+    num_samples = 10**11 + 1
+    batches = GlobalBatch(num_samples, size=8, slot=2)
+    step = num_samples // 8
+    samples = [taken(batches, at, count) for at, count in ((step - 1, 1), (step, 3), (step + 1, 2))]
+    assert samples == [batches.samples(at).tolist() for at in (step - 1, step, step + 1)]
+    assert len({*samples[0], samples[1][0]}) == 9  # of one pass
+    assert all(0 <= each < num_samples for each in itertools.chain(*samples))
 
 
 def test_the_seed_decides_the_order() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticgang.train.partition import PassRange, likely_parts, pass_ranges, slots_of
+from elasticgang.train.partition import likely_parts, slots_of
 
 
 @given(num_slots=st.integers(0, 200), count=st.integers(1, 50))
@@ -57,24 +57,3 @@ def test_an_uneven_division_within_a_group_is_refused(num_slots: int, count: int
 def test_an_index_outside_is_refused_with_both_numbers(index: int, count: int) -> None:
     with pytest.raises(ValueError, match=rf"less than `count` \({count}\), but is {index} instead"):
         slots_of(8, index, count)
-
-
-@given(first=st.integers(0, 500), num=st.integers(0, 100), num_samples=st.integers(1, 60))
-def test_runs_name_each_position_once_in_order(first: int, num: int, num_samples: int) -> None:
-    runs = pass_ranges(first, num, num_samples)
-    places = [(run.pass_index, place) for run in runs for place in range(run.start, run.stop)]
-    assert places == [divmod(position, num_samples) for position in range(first, first + num)]
-    assert all(0 <= run.start < run.stop <= num_samples for run in runs)
-    assert len({run.pass_index for run in runs}) == len(runs)
-
-
-def test_a_batch_over_the_end_holds_the_tail_of_one_pass_and_the_head_of_the_next() -> None:
-    assert pass_ranges(8, 4, 10) == [PassRange(0, 8, 10), PassRange(1, 0, 2)]
-
-
-def test_a_batch_over_many_passes_holds_them_whole() -> None:
-    assert pass_ranges(2, 8, 3) == [PassRange(0, 2, 3), PassRange(1, 0, 3), PassRange(2, 0, 3), PassRange(3, 0, 1)]
-
-
-def test_positions_far_along_are_exact() -> None:
-    assert pass_ranges(10**18, 2, 10**9 + 7) == [PassRange(*divmod(10**18, 10**9 + 7), 10**18 % (10**9 + 7) + 2)]
