@@ -6,12 +6,16 @@ RECEIVED-2  A chunk counts as received once its digest is right. One from an ear
     that digest still, and it is expected still: so a state that takes longer than one generation arrives over several,
     and a state that has been written to since is fetched again. Threads that receive compute these digests, each when
     it is about to request the chunk, and without the lock: others make progress meanwhile.
+    So does a chunk that this rank has by itself: frozen parameters, and pretrained or seeded ones in a job that starts,
+    are the same on all ranks. The first chunk of a tensor tells whether the others are looked at. After
+    `MAX_STRANGE` tensors in a row whose first chunk differs, no more are: nothing is, once all have been trained.
 RECEIVED-3  A chunk may be received before its digest is known. It counts once the expected digest is that of the bytes
     that were received; otherwise it is missing still.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +28,9 @@ from elasticgang.state import staging
 from elasticgang.state.digests import Digest
 from elasticgang.state.serialization import as_bytes
 
-Targets: TypeAlias = Callable[[Any, list[Any], int | None, list[Tensor]], list[Tensor]]
+Targets: TypeAlias = Callable[[Any, list[Any], int | None, list[Tensor]], tuple[list[Tensor], list[Tensor | None]]]
+
+MAX_STRANGE = 32
 
 
 class Place(NamedTuple):
@@ -46,7 +52,9 @@ class ReceivedChunks:
         self.changed = threading.Condition()
         self.tensors: list[Tensor] = []
         self.missing: set[int] = set()
-        self._unchecked: set[int] = set()  # of the missing: an earlier fetch has received them (RECEIVED-2)
+        self._own: list[Tensor | None] = []  # this rank's tensors in the places of `tensors`
+        self._unchecked: set[int] = set()  # of the missing: they may be here (RECEIVED-2)
+        self._num_strange = 0  # tensors of this rank that differ, in a row
         self._early: set[int] = set()  # of the missing: this fetch has received them (RECEIVED-3)
         self.num_received = 0  # also those that turned out to be wrong
         self.num_digested = 0  # digests that a holder has computed, as it says
@@ -63,7 +71,7 @@ class ReceivedChunks:
         be received before the digests are known: no earlier fetch has received them. Raises WireError: they are not
         those of this rank's state. Nothing is written then."""
         is_same = shapes == self._shapes
-        tensors = self._find_targets(spec, shapes, num_digests, self.tensors if is_same else [])
+        tensors, self._own = self._find_targets(spec, shapes, num_digests, self.tensors if is_same else [])
         copies = self._copies if is_same and all(map(operator.is_, tensors, self.tensors)) else {}
         devices = {tensor.device for tensor in tensors if staging.device.holds(tensor)}
         for mark in (self._after, *map(staging.device.mark, devices)):  # PINNED-4
@@ -71,7 +79,7 @@ class ReceivedChunks:
                 mark.synchronize()
         self.tensors, self._places, self._copies = tensors, list(_places(tensors)), copies
         self._shapes, self._after = shapes, None
-        self._digests, self._unchecked, self._early = None, set(), set()
+        self._digests, self._unchecked, self._early, self._num_strange = None, set(), set(), 0
         if not is_same:
             self._found = {}
         self.missing = set(range(len(self._places)))
@@ -91,26 +99,52 @@ class ReceivedChunks:
                 self._finish(index)
         for index in [index for index, found in self._found.items() if found != digests[index]]:
             del self._found[index]
-        self._unchecked = self._found.keys() & self.missing
+        firsts = {
+            index
+            for index, place in enumerate(self._places)
+            if place.start == 0 and self._own[place.tensor] is not None
+        }
+        self._unchecked = (self._found.keys() | firsts) & self.missing
 
     def place(self, index: int) -> Place:
         return self._places[index]
 
     def is_here(self, index: int, reader: staging.Reader) -> bool:
-        """RECEIVED-2: whether an earlier fetch has received this missing chunk. It is then no longer missing."""
+        """RECEIVED-2: whether this missing chunk is here: an earlier fetch has received it, or this rank has it by
+        itself. It is then no longer missing."""
         with self.changed:
             if index not in self._unchecked:
                 return False
             number, start, end = self._places[index]
-            copy = self._copies.get(number)
-        data = reader.read(self.tensors[number] if copy is None else copy, start, end)
+            is_own, target, own = index not in self._found, self.tensors[number], self._own[number]
+            kept = self._copies.get(number, target)
+        data = reader.read(own if is_own and own is not None else kept, start, end)
         found = self._digest_of(data)
         with self.changed:
             self._unchecked.discard(index)
             is_right = self._digests is not None and found == self._digests[index]
+        if is_right and is_own and own is not target:  # HEALER-4
+            as_bytes(target)[start:end] = data
+        with self.changed:
             if is_right:
+                self._found[index] = found
                 self._finish(index)
+            self.num_received += is_right and is_own
+            if start == 0 and own is not None:
+                self._has_looked(index, is_right)
         return is_right
+
+    def _has_looked(self, first: int, is_right: bool) -> None:
+        """RECEIVED-2. At the first chunk of one of this rank's tensors."""
+        self._num_strange = 0 if is_right else self._num_strange + 1
+        if is_right:
+            number = self._places[first].tensor
+            following = itertools.takewhile(
+                lambda index: self._places[index].tensor == number, range(first + 1, len(self._places))
+            )
+            self._unchecked |= self.missing.intersection(following)
+        elif self._num_strange == MAX_STRANGE:
+            self._unchecked &= self._found.keys()
 
     def _finish(self, index: int) -> None:
         number, start, end = self._places[index]

@@ -317,11 +317,12 @@ class RegisteredState:
 
     def targets(
         self, in_place: bool, spec: Any, shapes: list[Any], num_chunks: int | None, former: list[Tensor]
-    ) -> list[Tensor]:
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where a peer's large state is received: for each tensor of its `spec` and `shapes`, this rank's tensor of the
         same name. What this rank has not, as an optimizer before its first step, is received in new tensors, which
         become its own (REGISTERED-3). `in_place`: otherwise in new tensors all. `former`: those of an earlier call with
-        these shapes, to use again.
+        these shapes, to use again. Second: this rank's tensors of these names, shapes and dtypes, which nothing
+        writes to but the heal.
 
         Raises:
             WireError: this is no state of the registered objects: names the first difference.
@@ -349,10 +350,14 @@ class RegisteredState:
             _check_order(name, theirs[name], mine[name])
         devices = self._devices_of(offered["optimizers"], kinds) if in_place else {}
         taken = _Intervals()
-        targets = []
+        targets: list[Tensor] = []
+        fitting: list[Tensor | None] = []
         for number, (shape, dtype) in enumerate(kinds):
             present = found.get(number)
-            if in_place and present is not None and _fits(present, shape, dtype) and taken.add(present):
+            if present is not None and not (_fits(present, shape, dtype) and (not in_place or taken.add(present))):
+                present = None  # also where the heal of another tensor changes it
+            fitting.append(present)
+            if in_place and present is not None:
                 targets.append(present)
             elif former:
                 targets.append(former[number])
@@ -361,7 +366,7 @@ class RegisteredState:
             else:
                 taken_from = None if self.reserve is None else self.reserve.take(shape, dtype)
                 targets.append(transport.empty(shape, dtype) if taken_from is None else taken_from)
-        return targets
+        return targets, fitting
 
     def _devices_of(self, offered: dict[str, Any], kinds: list[tuple[list[int], torch.dtype]]) -> dict[int, Any]:
         """The devices of large state in the shape of its parameter, which optimizers keep on the parameter's device, by

@@ -13,7 +13,7 @@ from torch import nn
 from elasticgang import testing
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.commit import Attempt
-from elasticgang.state import staging, striped_fetch, transport
+from elasticgang.state import received_chunks, staging, striped_fetch, transport
 from elasticgang.state.received_chunks import ReceivedChunks
 from elasticgang.state.serialization import flatten
 from tests.integration.state_ranks import AT, DEADLINE_S, FIRST, Background, Rank, Wire, same
@@ -278,6 +278,55 @@ def test_a_fetch_from_one_holder_resumes(pulls: list[striped_fetch.StripedFetch]
     assert healer.server.heal(addresses(sources), AT)
     assert_healed(healer, sources)
     assert sum(pulls[1].num_from.values()) == num_chunks(sources[0]) - num_kept
+
+
+# RECEIVED-2
+@pytest.mark.parametrize("attempt", [FIRST, AT])
+@pytest.mark.parametrize("num_rows", [0, 7])
+def test_chunks_that_a_rank_has_by_itself_are_not_requested(
+    num_rows: int, attempt: Attempt, pulls: list[striped_fetch.StripedFetch]
+) -> None:
+    """Of its first weight all, of which `num_rows` at the end differ: as a rank has that starts with the same seed."""
+    (source,), healer = holders(1, attempt), Rank(2, size=SIZE)
+    with torch.no_grad():
+        healer.model.get_parameter("0.weight")[SIZE - num_rows :] += 1
+        healer.model.get_parameter("0.bias").zero_()
+    before = healer.large()
+    wire = Wire(source, cut=1000)
+    assert not healer.server.heal([wire.address], attempt)
+    assert same(healer.large(), before)
+    assert healer.server.heal(addresses([source]), attempt)
+    assert_healed(healer, [source])
+    num_wanted = len(transport.chunks(source.model.get_parameter("0.bias"))) + (num_rows > 0)
+    assert sum(pulls[1].num_from.values()) == num_wanted
+    assert healer.progress[-1][0] == healer.progress[-1][1] > 0
+
+
+# RECEIVED-2
+def test_a_rank_that_has_trained_looks_at_few_of_its_own_chunks(
+    pulls: list[striped_fetch.StripedFetch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(received_chunks, "MAX_STRANGE", 3)
+    (source,), healer = holders(1), Rank(1, size=SIZE)
+    looked: list[int] = []
+    is_here = ReceivedChunks.is_here
+
+    def look(self: ReceivedChunks, index: int, reader: staging.Reader) -> bool:
+        return is_here(self, index, SeenReader(looked, reader))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReceivedChunks, "is_here", look)
+    assert healer.server.heal(addresses([source]), AT)
+    assert_healed(healer, [source])
+    assert len(looked) == 3
+
+
+class SeenReader:
+    def __init__(self, looked: list[int], reader: staging.Reader) -> None:
+        self._looked, self._reader = looked, reader
+
+    def read(self, tensor: torch.Tensor, start: int, end: int) -> memoryview:
+        self._looked.append(start)
+        return self._reader.read(tensor, start, end)
 
 
 # FETCH-10
