@@ -3,11 +3,13 @@
 HEALADDR-1  The text of a rank has the address on its host's main network first, and then one for each interface of
     `--heal-interfaces`, if any. A peer on another host asks those of the interfaces, a stripe from each, and the first
     one only once one of these has failed. A peer on the same host asks the first one.
+HEALADDR-2  A rank asks the holders on its host first. Of the others, different ranks begin with different ones.
 """
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 
 
@@ -16,8 +18,12 @@ def to_text(main: str, of_interfaces: Sequence[str]) -> str:
 
 
 def stripes(sources: Sequence[str], here: str) -> tuple[list[str], int]:
-    """HEALADDR-1. The addresses of `sources` (texts), in the order in which to ask them, and how many of them are to be
-    asked at once. `here`: the text of the rank that asks."""
+    """HEALADDR-1, HEALADDR-2. The addresses of `sources` (texts), in the order in which to ask them, and how many of
+    them are to be asked at once. `here`: the text of the rank that asks."""
+    near = [source for source in sources if host_of(source) == host_of(here)]
+    far = [source for source in sources if host_of(source) != host_of(here)]
+    first_far = zlib.crc32(here.encode()) % max(1, len(far))
+    sources = [*near, *far[first_far:], *far[:first_far]]
     mains = [source.split(",")[0] for source in sources]
     first, last = [], []
     for source, main in zip(sources, mains, strict=True):

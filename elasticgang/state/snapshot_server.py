@@ -38,6 +38,7 @@ from elasticgang.state.memory_reserve import MemoryReserve
 from elasticgang.state.peer_memory import Lender
 from elasticgang.state.registered_state import RegisteredState
 from elasticgang.state.serialization import flatten
+from elasticgang.state.serving import Turns
 from elasticgang.state.state_listener import StateListener
 from elasticgang.state.transport import Channel
 from elasticgang.testing import reached
@@ -98,6 +99,7 @@ class SnapshotServer:
         self._forward_mark: Any = None  # behind what forward has changed (PINNED-2)
         self._readers: set[Reader] = set()
         self._digests = Digests(digest_for(authenticator.credentials))
+        self._turns = Turns()
         self._lender = Lender(are_authenticated=authenticator.credentials.are_given)
         self._listeners = [] if host is None else self._listen(host, interfaces)
         main, *others = [listener.address for listener in self._listeners] or [""]
@@ -311,7 +313,9 @@ class SnapshotServer:
                 serving.serve_small(channel, state.small(cloned=False), digests.digest, self._forward_mark)
             else:
                 lend = functools.partial(self._lender.lend, request.get("memory"))
-                serving.serve(channel, attempt, state.snapshot, state.large(), digests, state.written, lend)
+                serving.serve(
+                    channel, attempt, state.snapshot, state.large(), digests, state.written, lend, self._turns
+                )
         except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
             log.debug("dropped a healer: %r", exc)
         finally:

@@ -17,16 +17,23 @@ FETCH-9  While a holder computes digests, `HEAL_TIMEOUT_S` begins anew with each
 FETCH-10  One request is for as many chunks as fill `RUN` of the full size, at most `MAX_RUN`: of a state of many small
     tensors, each is a chunk, and takes less time than a request.
 FETCH-11  Why a source cannot be used is logged once for each source and reason: each step may try it again.
+FETCH-12  A holder sends chunks to `MAX_SERVED` ranks at a time, and to a rank to which another holder sends some only
+    if to no other. Before its first request for chunks, a rank asks a connection's holder for its *turn*. If no holder
+    has one, the rank tries again in the next step: the ranks that have healed by then are holders too. So their number
+    grows by a factor in each step, while the state of one holder would reach all others at once very late. At most
+    `MAX_SOURCES` are asked at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -51,6 +58,7 @@ _MAX_NOTED = 1024
 NUM_MEMORY_READERS = 2
 NUM_REQUESTS = 2  # under way on one connection: the holder sends the next run while this rank receives one
 STRIPE_BYTES = 16 << 20  # of the state for each holder that is asked at once (FETCH-6)
+MAX_SOURCES = 16
 WRITE_END_S = 10.0
 ALIVE_S = 5.0  # a healer that only reads from memory sends a request so often
 _POLL_S = 0.02
@@ -73,7 +81,12 @@ class _Request(NamedTuple):
     chunks: list[int]
 
 
-class _Connection(NamedTuple):
+class _NoTurnError(WireError):
+    """FETCH-12."""
+
+
+@dataclass
+class _Connection:
     """To one holder that agrees. `requests`: sent, and not answered."""
 
     source: str
@@ -83,6 +96,7 @@ class _Connection(NamedTuple):
     writer: staging.ChunkWriter
     requests: deque[_Request]
     reader: staging.Reader
+    has_turn: bool = False
 
 
 class StripedFetch:
@@ -107,7 +121,10 @@ class StripedFetch:
         self._received_small, self._place_small = received_small, place_small
         self._changed = threading.Condition() if received is None else received.changed
         self._left = deque(sources)  # not asked yet
-        self._num_live = min(num_at_once, max(1, -(-num_bytes // STRIPE_BYTES)))  # FETCH-6
+        self._num_live = min(num_at_once, MAX_SOURCES, max(1, -(-num_bytes // STRIPE_BYTES)))  # FETCH-6
+        self._name = secrets.token_hex(16)  # FETCH-12
+        self._num_turns = 0
+        self._is_asking = False  # for a turn
         # The structure and shapes, and the digests (FETCH-1).
         self._agreed: list[Any] | None = None if received is not None else [{"dict": []}, []]
         self._digests: list[str] | None = None if received is not None else []
@@ -184,6 +201,7 @@ class StripedFetch:
     def _pull(self, source: str) -> None:
         requests: deque[_Request] = deque()  # sent, and not answered
         has_agreed = False
+        connection: _Connection | None = None
         try:
             with self._authenticator.connect(source) as channel, self._writing(channel) as writer:
                 offer = Offer() if self._offers_memory and source not in self._unreadable else None
@@ -192,8 +210,9 @@ class StripedFetch:
                 if self._received is not None:
                     reached("source_agreed")
                 with self._memory_of(source, manifest, offer) as memory:
-                    reader = staging.Reader(None)
-                    connection = _Connection(source, channel, memory, manifest["small"], writer, requests, reader)
+                    connection = _Connection(
+                        source, channel, memory, manifest["small"], writer, requests, staging.Reader(None)
+                    )
                     self._await_digests(connection, manifest.get("digests_begun") is True)
                     while self._request(connection):
                         self._receive(connection, requests[0])
@@ -204,6 +223,8 @@ class StripedFetch:
             with self._changed:
                 self._unreadable.add(source)
                 self._left.appendleft(source)
+        except _NoTurnError:
+            log.debug("%s sends its state to others", source)
         except _FAILURES as exc:
             if device_fault(exc) is not None:  # HEALER-3
                 self._fault = exc
@@ -211,6 +232,7 @@ class StripedFetch:
                 _note_failure(source, str(exc))
         finally:
             with self._changed:
+                self._num_turns -= connection is not None and connection.has_turn
                 for request in requests:
                     self._open += request.chunks  # FETCH-3
                     self._small_requested = self._small_requested and not request.is_small
@@ -401,8 +423,35 @@ class StripedFetch:
                 to.channel.send({"small": self._received_small.expect(to.small[1])})
                 continue
             self._drop_those_here(request.chunks, to.reader)
-            to.channel.send([index for index in request.chunks if not self._is_in(to.memory, index)])
+            wanted = [index for index in request.chunks if not self._is_in(to.memory, index)]
+            if wanted and not to.has_turn:
+                self._await_turn(to)
+            to.channel.send(wanted)
         return bool(to.requests)
+
+    def _await_turn(self, to: _Connection) -> None:
+        """FETCH-12. `to.requests`: the last one is not sent yet. Raises WireError: it is not this rank's turn."""
+        while len(to.requests) > 1:  # the answers to those before come first
+            self._receive(to, to.requests[0])
+            to.requests.popleft()
+        with self._changed:
+            while self._is_asking:
+                if self.is_over:
+                    raise WireError("the fetch is over")
+                self._changed.wait(_POLL_S)
+            self._is_asking = True
+        try:
+            to.channel.send({"turn": [self._name, self._num_turns]})
+            has_turn = self._answer(to.channel, transport.HEAL_TIMEOUT_S)["turn"] is True
+        finally:
+            with self._changed:
+                self._is_asking = False
+                self._changed.notify_all()
+        if not has_turn:
+            raise _NoTurnError
+        with self._changed:
+            to.has_turn = True
+            self._num_turns += 1
 
     def _is_in(self, memory: PeerMemory | None, index: int) -> bool:
         return memory is not None and self._received is not None and memory.has(self._received.place(index).tensor)

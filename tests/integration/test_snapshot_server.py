@@ -45,6 +45,8 @@ class SlowReader:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         channel.send({"attempt": list(AT), "after": False})
         manifest = channel.receive(transport.MAX_MANIFEST_BYTES)
+        channel.send({"turn": ["reader", 0]})
+        assert channel.receive(transport.MAX_MANIFEST_BYTES)["turn"]
         channel.send(list(range(len(manifest["large"][2]))))
         self.first = self.sock.recv(1)
 

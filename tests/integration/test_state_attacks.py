@@ -331,6 +331,8 @@ def test_an_apply_drops_a_slow_healer_over_tls(tmp_path: Path, monkeypatch: pyte
         channel.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         channel.send({"attempt": list(AT), "after": False})
         channel.receive(transport.MAX_MANIFEST_BYTES)
+        channel.send({"turn": ["slow", 0]})
+        assert channel.receive(transport.MAX_MANIFEST_BYTES)["turn"]
         channel.send([0, 1])
         channel.sock.recv(1)
         with source.server.exclusive():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from elasticgang import testing
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.commit import Attempt
-from elasticgang.state import received_chunks, staging, striped_fetch, transport
+from elasticgang.state import received_chunks, serving, staging, striped_fetch, transport
 from elasticgang.state.received_chunks import ReceivedChunks
 from elasticgang.state.serialization import flatten
 from tests.integration.state_ranks import AT, DEADLINE_S, FIRST, Background, Rank, Wire, same
@@ -327,6 +328,56 @@ class SeenReader:
     def read(self, tensor: torch.Tensor, start: int, end: int) -> memoryview:
         self._looked.append(start)
         return self._reader.read(tensor, start, end)
+
+
+# FETCH-12
+def test_a_holder_sends_chunks_to_few_ranks_at_a_time_and_those_to_others_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "MAX_SERVED", 2)
+    (source,), goes_on = holders(1), threading.Event()
+    served = threading.Semaphore(0)
+
+    def stand() -> None:
+        served.release()
+        assert goes_on.wait(DEADLINE_S)
+
+    ranks = [Rank(1, size=SIZE) for _ in range(3)]
+    with testing.fail_at("chunk_received", stand):
+        first = [Background(functools.partial(rank.server.heal, addresses([source]), AT)) for rank in ranks[:2]]
+        for _ in first:
+            assert served.acquire(timeout=DEADLINE_S)
+        before = ranks[2].large()
+        assert not ranks[2].server.heal(addresses([source]), AT)
+        assert same(ranks[2].large(), before)
+        goes_on.set()
+        assert all(each.result() for each in first)
+    for rank in ranks[:2]:
+        rank.server.begin(AT)
+    assert ranks[2].server.heal(addresses([source, *ranks[:2]]), AT)
+    for rank in ranks:
+        assert same(rank.large(), source.large())
+
+
+# FETCH-12
+def test_what_a_rank_has_needs_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_SERVED", 0)
+    (source,) = holders(1)
+    assert Rank(2, size=SIZE).server.heal(addresses([source]), AT)
+    assert not Rank(1, size=SIZE).server.heal(addresses([source]), AT)
+
+
+# FETCH-12
+def test_a_rank_that_one_holder_serves_takes_no_turn_of_another_that_serves_somebody() -> None:
+    turns = serving.Turns()
+    with turns.of_connection() as first, turns.of_connection() as second:
+        assert first.take("a", is_served=False)
+        assert not second.take("b", is_served=True)
+        assert second.take("a", is_served=True)  # by another interface
+        with turns.of_connection() as third:
+            assert third.take("b", is_served=False)
+    with turns.of_connection() as fourth:
+        assert fourth.take("b", is_served=True)
 
 
 # FETCH-10

@@ -35,6 +35,15 @@ def test_a_healer_asks_one_interface_of_each_source_and_then_another(
     assert stripes(sources, here) == (asked, num_at_once)
 
 
+# HEALADDR-2
+def test_ranks_begin_with_different_holders_after_those_on_their_host() -> None:
+    far = [f"10.0.1.{number}:1" for number in range(20)]
+    orders = [stripes([*far, C], f"10.0.0.3:{port}")[0] for port in range(100, 150)]
+    assert {order[0] for order in orders} == {C}
+    assert len({order[1] for order in orders}) > 10
+    assert all(sorted(order) == sorted([*far, C]) for order in orders)
+
+
 def test_an_address_is_written_as_it_is_read() -> None:
     assert to_text("10.0.0.1:1", ["10.1.0.1:2", "10.2.0.1:3"]) == A
     assert to_text("10.0.0.3:1", []) == C
