@@ -58,7 +58,7 @@ SENDER   An agent speaks for itself alone: of its own members, and of a generati
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -255,6 +255,16 @@ class CoordinatorState:
     @staticmethod
     def _needs_directory(decision: Decision) -> bool:
         return decision.durable
+
+    @property
+    def agent_facts(self) -> Mapping[str, AgentFacts]:
+        """By agent; without those that have none."""
+        return self._facts.by_agent
+
+    @property
+    def job_facts(self) -> JobFacts:
+        """What the sessions were sent last."""
+        return self._facts.sent
 
     def absent_agents(self) -> dict[str, str]:
         """Agents of the record that have no session and are not lost, with their addresses."""
@@ -613,7 +623,7 @@ class CoordinatorState:
             self._withdraw_report(session.agent)
             if not self._is_member(session.agent):
                 self._facts.keep_successors(session.agent)  # FACTS-ABSENT
-                if session.agent not in self._facts.agents:
+                if session.agent not in self._facts.by_agent:
                     self._silences.forget(session.agent)
 
     def _withdraw_report(self, agent: str) -> None:
@@ -878,7 +888,7 @@ class CoordinatorState:
     def _absent_with_facts(self) -> list[str]:
         """Agents that are not in the record, and have no session."""
         present = self._session_of
-        return [agent for agent in self._facts.agents if agent not in present and not self._is_member(agent)]
+        return [agent for agent in self._facts.by_agent if agent not in present and not self._is_member(agent)]
 
     def _broadcast(self, message: CoordinatorMessage, source: int | None = None) -> Instructions:
         return [Send(number, message) for number in self.sessions if number != source]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticgang.protocol.values import value
@@ -143,9 +143,9 @@ class GatheredFacts:
         self.replace(agent, AgentFacts(self._of.get(agent, NO_FACTS).has_successors))
 
     @property
-    def agents(self) -> Collection[str]:
-        """Those that have any."""
-        return self._of.keys()
+    def by_agent(self) -> Mapping[str, AgentFacts]:
+        """Of those that have any."""
+        return self._of
 
     def changed(self, *, on_tick: bool = False) -> JobFacts | None:
         """What to send to all sessions now; None: they know it (FACTS-JOB, FACTS-TICK)."""

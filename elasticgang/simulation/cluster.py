@@ -18,7 +18,7 @@ from typing import TypeAlias
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.coordinator_messages import Notice
 from elasticgang.protocol.record import Record
-from elasticgang.simulation import delivery, host_moves, host_session, promises, rank_moves
+from elasticgang.simulation import delivery, fact_checks, host_moves, host_session, promises, rank_moves
 from elasticgang.simulation.chain import Chain
 from elasticgang.simulation.coordinator_process import CoordinatorProcess, Disk
 from elasticgang.simulation.generation import SimulatedGeneration
@@ -209,20 +209,25 @@ class Cluster:
             self._perform_coordinator(self.coordinators[name], verb)
         elif name in self.hosts:
             self._perform_host(self.hosts[name], verb)
-        elif verb == "is received":
-            self.hosts[self.ranks[name].host].receive_from(self, self.ranks[name])
-        elif verb == "is noticed":
-            self.hosts[self.ranks[name].host].on_exit_began(self, self.ranks[name])
-        elif verb == "is reaped":
-            rank = self.ranks[name]
-            self.hosts[rank.host].on_exit(self, rank)
-            self.actors.remove(rank)
         else:
-            rank = self.ranks[name]
-            host = self.hosts[rank.host]
-            if (host.is_fenced or rank.agent != host.id) and verb not in rank.faults():
-                raise Violation(f"RULE-3: {name} {verb}, but its agent {rank.agent} may be held to be lost")
-            rank.perform(self, verb)
+            self._perform_rank(self.ranks[name], verb)
+
+    def _perform_rank(self, rank: Rank, verb: str) -> None:
+        host = self.hosts[rank.host]
+        match verb:
+            case "is received":
+                host.receive_from(self, rank)
+            case "is noticed":
+                host.on_exit_began(self, rank)
+            case "is reaped":
+                host.on_exit(self, rank)
+                self.actors.remove(rank)
+            case _:
+                if (host.is_fenced or rank.agent != host.id) and verb not in rank.faults():
+                    raise Violation(f"RULE-3: {rank.name} {verb}, but its agent {rank.agent} may be held to be lost")
+                rank.perform(self, verb)
+                return
+        fact_checks.check_session(host)
 
     def _perform_if_possible(self, move: Move) -> None:
         if self.is_possible(move):
@@ -274,6 +279,7 @@ class Cluster:
                 host.inject(self, verb)
             case _:
                 host.perform(self, verb)
+                fact_checks.check_session(host)
 
     def _note_pause(self, host: Host, what: str) -> None:
         if host.lease_until_s is not None and host.is_lease_over(self):

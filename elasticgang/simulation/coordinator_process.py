@@ -37,7 +37,7 @@ from elasticgang.protocol.coordinator_messages import (
     Ticked,
 )
 from elasticgang.protocol.coordinator_state import CoordinatorState
-from elasticgang.simulation import promises
+from elasticgang.simulation import fact_checks, promises
 from elasticgang.simulation.invariants import Violation
 
 if TYPE_CHECKING:
@@ -271,6 +271,7 @@ class CoordinatorProcess:
             record = self.state.record
             if record is None or session.agent not in record.agents or session.accepted == record.digest:
                 self.heard_s[session.agent] = cluster.now_s - self.idle_s
+        fact_checks.check_session(host)
 
     def lose(self, cluster: Cluster, number: int) -> None:
         session = self.sessions.pop(number)

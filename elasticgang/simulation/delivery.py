@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticgang.protocol.coordinator_messages import Ticked
-from elasticgang.simulation import host_session
+from elasticgang.simulation import fact_checks, host_session
 
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
@@ -22,18 +22,20 @@ def pass_time(cluster: Cluster, num_steps: int) -> None:
             if host.alive and not host.is_frozen:
                 if not host.is_stopped:
                     host_session.tick(host, cluster)
+                    fact_checks.check_session(host)
                 if host.alive:
                     host_session.watch(host, cluster)
         for coordinator in cluster.living():
             if not coordinator.is_stopped:
                 coordinator.do(cluster, Ticked())
+                fact_checks.check_sums(coordinator.name, coordinator.state)
         _exchange(cluster)
 
 
 def _exchange(cluster: Cluster) -> None:
     """What is under way arrives, between those that are not slow."""
     for host in list(cluster.hosts.values()):
-        if host.connection is None and _is_prompt(host):
+        if host.connection is None and _is_prompt(host) and not host.session.is_ended:
             _reconnect(cluster, host)
     coordinators = [coordinator for coordinator in cluster.living() if not coordinator.is_stopped]
     for _ in range(4):
@@ -81,6 +83,7 @@ def _receive_all(cluster: Cluster, host: Host) -> bool:
             break
         if host.may_receive:
             host_session.receive(host, cluster)
+            fact_checks.check_session(host)
         elif not connection.is_coordinator_open:
             host.perform(cluster, "loses its session")
         else:

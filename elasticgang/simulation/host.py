@@ -35,7 +35,7 @@ from elasticgang.protocol.coordinator_messages import (
     Push,
     ReportRequested,
 )
-from elasticgang.protocol.job_facts import AgentFacts, KnownSuccessors, ScriptFailure
+from elasticgang.protocol.job_facts import MAX_FAILURES, AgentFacts, JobFacts, KnownSuccessors, ScriptFailure
 from elasticgang.simulation import host_session, promises
 from elasticgang.simulation.coordinator_process import TIMEOUTS, CoordinatorProcess, SimulatedSession, clock_rate
 from elasticgang.simulation.held_runs import HeldRuns
@@ -56,7 +56,8 @@ class Host:
     `is_stopped`: the agent alone. `is_slow`: its sessions carry nothing while time passes. `is_narrow`: they carry
     no record to it, and nothing after one, since its network loses large packets. `lease_until_s`: what the
     ranks read. `forks_late`: a fork is a move of its own; `is_exhausted`: and fails. `has_begun`: its agent was
-    welcomed under its present id."""
+    welcomed under its present id; `is_watched`: under whichever, since when it looks after its ranks again and again.
+    `facts`: of the job, as of the present session; none without one."""
 
     def __init__(
         self,
@@ -91,11 +92,11 @@ class Host:
         self.reason = ""  # why it failed
         self.ended: dict[int, bool] = {}  # by rank: whether its last process needs no restart
         self.ahead_s = 0.0  # of the agent's own time
-        self.has_begun = False
+        self.has_begun = self.is_watched = False
         self.former = ""  # its id before it was fenced, until it has rejoined
         self.early: list[Any] = []
+        self.facts = JobFacts()
         self.successors = KnownSuccessors()
-        self.failures: list[ScriptFailure] = []
         self.newest_over = self.newest_join = 0
         self.connection: SimulatedSession | None = None
         self.session = AgentSession(agent or name, incarnation=name, timeouts=TIMEOUTS)
@@ -136,13 +137,11 @@ class Host:
 
     @property
     def num_successors(self) -> int:
-        if self.is_fenced:
-            return 0
         return self.agent_state.num_successors([rank.name for rank in self.ranks if rank.draining])
 
     def num_known_successors(self, cluster: Cluster) -> int:
         """What its ranks vote on."""
-        return self.num_successors + self.successors.any(cluster.now_s)
+        return self.num_successors + self.successors.any(self.clock_s(cluster))
 
     @property
     def is_inert(self) -> bool:
@@ -168,7 +167,8 @@ class Host:
         self.connection.is_agent_open = False
         self.connection.to_agent.clear()
         self.connection = None
-        self.successors.lose_session(cluster.now_s)
+        self.successors.lose_session(self.clock_s(cluster))
+        self.facts = JobFacts()
 
     def may_dial(self, coordinator: CoordinatorProcess) -> bool:
         """A process with the id of another reaches only coordinators that know that one (see SENDER)."""
@@ -283,7 +283,7 @@ class Host:
         for instruction in instructions:
             if self.alive:
                 self._follow(cluster, instruction)
-        self.tell_facts(cluster)
+        self.tell_successors(cluster)  # after what ranks wait for
         cluster.finished = cluster.finished or agent_state.finished
         record = agent_state.record
         if before is not None and record is not before and (record is None or record.generation <= before.generation):
@@ -317,7 +317,8 @@ class Host:
             case events.NotifyFinished(generation):
                 host_session.do(self, cluster, Notify(Finished(generation)))
             case events.BroadcastFailure(member, local_rank, step):
-                self.failures.append(ScriptFailure(member, local_rank, step))
+                failures = (*self.session.facts.failures, ScriptFailure(member, local_rank, step))
+                self._tell(cluster, replace(self.session.facts, failures=failures[-MAX_FAILURES:]))
             case events.RetireMembers(members, _):
                 self.send_to_ranks(members, "over", None)
             case events.Warn():
@@ -329,10 +330,13 @@ class Host:
             case _:
                 self._follow_processes(cluster, instruction)
 
-    def tell_facts(self, cluster: Cluster) -> None:
-        facts = AgentFacts(self.num_successors > 0, failures=tuple(self.failures))
-        if self.has_begun and facts != self.session.facts:
-            host_session.do(self, cluster, Notify(facts))
+    def tell_successors(self, cluster: Cluster) -> None:
+        has_successors = self.num_successors > 0
+        if has_successors != self.session.facts.has_successors:
+            self._tell(cluster, replace(self.session.facts, has_successors=has_successors))
+
+    def _tell(self, cluster: Cluster, facts: AgentFacts) -> None:
+        host_session.do(self, cluster, Notify(facts))
 
     def _broadcast_over(self, cluster: Cluster, end: EndGeneration) -> None:
         if end.generation > self.newest_over:

@@ -21,7 +21,7 @@ from elasticgang.protocol.coordinator_messages import (
     SetLease,
     Ticked,
 )
-from elasticgang.protocol.job_facts import JobFacts
+from elasticgang.protocol.job_facts import JobFacts, KnownSuccessors
 from elasticgang.protocol.record import PROTOCOL, Record, Undecided
 from elasticgang.simulation.coordinator_process import TIMEOUTS, CoordinatorProcess, SimulatedSession
 from elasticgang.simulation.invariants import Violation
@@ -54,28 +54,31 @@ def _begin(host: Host, cluster: Cluster) -> None:
         host.num_not_started = 0  # each id has its own budget
     host.has_begun, host.is_fenced = True, False
     host.handle(cluster, events.CoordinatorConnected(host.name, host.name))
+    host.is_watched = True
+    facts, host.facts = host.facts, JobFacts()
+    _take(host, cluster, facts)
     early, host.early = host.early, []
     for event in early:
         _inform(host, cluster, event)
 
 
 def rejoin(host: Host, cluster: Cluster) -> None:
-    """Open a session under the agent's new id."""
+    """A session under the agent's new id follows."""
     if host.connection is not None:
         host.hang_up(cluster)
     host.former = ""
     host.has_begun = False
     host.newest_over = host.newest_join = 0
     host.early.clear()
-    host.failures.clear()
-    host.lease_until_s = None  # UNBOUND
+    host.facts, host.successors = JobFacts(), KnownSuccessors()
+    host.lease_until_s = host.lease_holder = None  # UNBOUND
     host.session = host.session.under(host.id)
 
 
 def tick(host: Host, cluster: Cluster) -> None:
     do(host, cluster, Ticked())
-    if host.alive:
-        host.tell_facts(cluster)
+    if host.alive and host.is_watched:
+        host.tell_successors(cluster)
     deadline_s = host.agent.deadline_s
     if host.alive and deadline_s is not None and deadline_s <= host.clock_s(cluster) + host.ahead_s:
         host.handle(cluster, events.TimePassed())
@@ -132,23 +135,31 @@ def _report(host: Host, cluster: Cluster) -> None:
 
 
 def _inform(host: Host, cluster: Cluster, event: Any) -> None:
-    if isinstance(event, events.RecordAnswered) and isinstance(event.answer, Undecided) and not host.has_begun:
-        cluster.log.append(f"{host.name} ends: the job refused this host: {event.answer.refused[0][1]}")
-        cluster.end_host(host)
-    elif not host.has_begun:
-        host.early.append(event)
+    answer = event.answer if isinstance(event, events.RecordAnswered) else None
+    if isinstance(answer, Undecided) and answer.refused and not host.session.is_welcome:
+        if not host.has_begun:  # CONTROL-8
+            cluster.log.append(f"{host.name} ends: the job refused this host: {answer.refused[0][1]}")
+            cluster.end_host(host)
     elif isinstance(event, JobFacts):
         host.successors.hear(event.have_successors)
-        for failure in event.failures:
-            if failure.agent != host.id and host.alive:
-                told = events.PeerFailed(failure.agent, failure.member, failure.local_rank, failure.step)
-                host.handle(cluster, told)
+        _take(host, cluster, event)
+    elif not host.has_begun:
+        host.early.append(event)
     elif isinstance(event, Notice):
         cluster.note(event)
     else:
-        if isinstance(event, events.RecordAnswered) and isinstance(event.answer, Record):
-            _check_record(host, cluster, event.answer)
+        if isinstance(answer, Record):
+            _check_record(host, cluster, answer)
         host.handle(cluster, event)
+
+
+def _take(host: Host, cluster: Cluster, facts: JobFacts) -> None:
+    known, host.facts = host.facts, facts
+    if host.has_begun:
+        for failure in facts.failures:
+            if failure not in known.failures and failure.agent != host.id and host.alive:
+                told = events.PeerFailed(failure.agent, failure.member, failure.local_rank, failure.step)
+                host.handle(cluster, told)
 
 
 def _check_record(host: Host, cluster: Cluster, record: Record) -> None:

@@ -17,6 +17,7 @@ from elasticgang.protocol.coordinator_messages import (
     Welcome,
 )
 from elasticgang.protocol.coordinator_state import CoordinatorState, Silences
+from elasticgang.protocol.job_facts import JobFacts
 from elasticgang.protocol.record import Record, Report
 from tests.unit.patches import Patch, always
 
@@ -195,6 +196,7 @@ _session_welcome = AgentSession._welcome
 _connected = AgentSession._connected
 _push = AgentSession._push
 _is_duplicate = CoordinatorState._is_duplicate
+_hello = CoordinatorState._hello
 _learn_term = CoordinatorState._learn_term
 _next = CoordinatorState._next
 _declare_lost = CoordinatorState._declare_lost
@@ -225,6 +227,22 @@ def _tell_undecided_once(self: CoordinatorState) -> Any:
     if out:
         vars(self)["was_told"] = self._undecided
     return out
+
+
+def _tell_facts_after_the_record(self: AgentSession, push: Push, now_s: float) -> Any:
+    vars(self)["_tell_facts"] = always([])
+    out = _push(self, push, now_s)
+    del vars(self)["_tell_facts"]
+    return out + self._tell_facts()
+
+
+def _hello_without_facts(self: CoordinatorState, number: int, hello: Hello) -> Any:
+    return [one for one in _hello(self, number, hello) if not isinstance(getattr(one, "message", None), JobFacts)]
+
+
+def _drop_in_silence(self: CoordinatorState, agents: Any) -> Any:
+    self._facts.drop(agents)
+    return []
 
 
 COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
@@ -281,5 +299,8 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     ),
     "why a proposal is undecided is told once": ((CoordinatorState, "_tell_undecided", _tell_undecided_once),),
     "equal numbers are one term": ((CoordinatorState, "_learn_term", _learn_higher_numbers),),
+    "facts cross a record": ((AgentSession, "_push", _tell_facts_after_the_record),),
+    "a new session is sent no facts": ((CoordinatorState, "_hello", _hello_without_facts),),
+    "the facts of who has gone end in silence": ((CoordinatorState, "_drop_facts", _drop_in_silence),),
     "the end of a generation is told once": ((AgentSession, "_connected", _over_once),),
 }

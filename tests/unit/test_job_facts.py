@@ -56,7 +56,7 @@ def test_a_job_has_successors_while_one_of_its_agents_has() -> None:
     assert facts.changed() is None
     facts.drop(["b"])
     assert facts.changed() == JobFacts()
-    assert list(facts.agents) == []
+    assert facts.by_agent == {}
 
 
 # FACTS-JOB
