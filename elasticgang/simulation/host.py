@@ -57,7 +57,7 @@ class Host:
     no record to it, and nothing after one, since its network loses large packets. `lease_until_s`: what the
     ranks read. `forks_late`: a fork is a move of its own; `is_exhausted`: and fails. `has_begun`: its agent was
     welcomed under its present id; `is_watched`: under whichever, since when it looks after its ranks again and again.
-    `facts`: of the job, as of the present session; none without one."""
+    `facts`: of the job, as of the present session; none without one. `num_known_successors`: what its ranks vote on."""
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class Host:
         self.early: list[Any] = []
         self.facts = JobFacts()
         self.successors = KnownSuccessors()
+        self.num_known_successors = 0
         self.newest_over = self.newest_join = 0
         self.connection: SimulatedSession | None = None
         self.session = AgentSession(agent or name, incarnation=name, timeouts=TIMEOUTS)
@@ -139,9 +140,11 @@ class Host:
     def num_successors(self) -> int:
         return self.agent_state.num_successors([rank.name for rank in self.ranks if rank.draining])
 
-    def num_known_successors(self, cluster: Cluster) -> int:
-        """What its ranks vote on."""
-        return self.num_successors + self.successors.any(self.clock_s(cluster))
+    def stamp_successors(self, cluster: Cluster) -> int:
+        """Returns how many of them are its own."""
+        num_own = self.num_successors
+        self.num_known_successors = num_own + self.successors.any(self.clock_s(cluster))
+        return num_own
 
     @property
     def is_inert(self) -> bool:
@@ -168,7 +171,7 @@ class Host:
         self.connection.to_agent.clear()
         self.connection = None
         self.successors.lose_session(self.clock_s(cluster))
-        self.facts = JobFacts()
+        host_session.take(self, cluster, JobFacts())
 
     def may_dial(self, coordinator: CoordinatorProcess) -> bool:
         """A process with the id of another reaches only coordinators that know that one (see SENDER)."""
@@ -278,12 +281,14 @@ class Host:
     def handle(self, cluster: Cluster, event: events.AgentEvent) -> None:
         agent_state, before = self.agent_state, self.agent_state.record
         instructions = self.agent.handle(event, self.clock_s(cluster) + self.ahead_s)
+        num_successors = self.stamp_successors(cluster)  # before anybody votes in a generation that is begun now
         if instructions:
             self._check_starts(instructions)
         for instruction in instructions:
             if self.alive:
                 self._follow(cluster, instruction)
-        self.tell_successors(cluster)  # after what ranks wait for
+        # After what ranks wait for.
+        self.tell_successors(cluster, self.num_successors if instructions else num_successors)
         cluster.finished = cluster.finished or agent_state.finished
         record = agent_state.record
         if before is not None and record is not before and (record is None or record.generation <= before.generation):
@@ -330,8 +335,8 @@ class Host:
             case _:
                 self._follow_processes(cluster, instruction)
 
-    def tell_successors(self, cluster: Cluster) -> None:
-        has_successors = self.num_successors > 0
+    def tell_successors(self, cluster: Cluster, num_successors: int) -> None:
+        has_successors = num_successors > 0
         if has_successors != self.session.facts.has_successors:
             self._tell(cluster, replace(self.session.facts, has_successors=has_successors))
 

@@ -56,7 +56,7 @@ def _begin(host: Host, cluster: Cluster) -> None:
     host.handle(cluster, events.CoordinatorConnected(host.name, host.name))
     host.is_watched = True
     facts, host.facts = host.facts, JobFacts()
-    _take(host, cluster, facts)
+    take(host, cluster, facts)
     early, host.early = host.early, []
     for event in early:
         _inform(host, cluster, event)
@@ -78,7 +78,7 @@ def rejoin(host: Host, cluster: Cluster) -> None:
 def tick(host: Host, cluster: Cluster) -> None:
     do(host, cluster, Ticked())
     if host.alive and host.is_watched:
-        host.tell_successors(cluster)
+        host.tell_successors(cluster, host.stamp_successors(cluster))
     deadline_s = host.agent.deadline_s
     if host.alive and deadline_s is not None and deadline_s <= host.clock_s(cluster) + host.ahead_s:
         host.handle(cluster, events.TimePassed())
@@ -142,7 +142,7 @@ def _inform(host: Host, cluster: Cluster, event: Any) -> None:
             cluster.end_host(host)
     elif isinstance(event, JobFacts):
         host.successors.hear(event.have_successors)
-        _take(host, cluster, event)
+        take(host, cluster, event)
     elif not host.has_begun:
         host.early.append(event)
     elif isinstance(event, Notice):
@@ -153,9 +153,10 @@ def _inform(host: Host, cluster: Cluster, event: Any) -> None:
         host.handle(cluster, event)
 
 
-def _take(host: Host, cluster: Cluster, facts: JobFacts) -> None:
+def take(host: Host, cluster: Cluster, facts: JobFacts) -> None:
     known, host.facts = host.facts, facts
-    if host.has_begun:
+    if host.has_begun and facts != known:
+        host.stamp_successors(cluster)
         for failure in facts.failures:
             if failure not in known.failures and failure.agent != host.id and host.alive:
                 told = events.PeerFailed(failure.agent, failure.member, failure.local_rank, failure.step)

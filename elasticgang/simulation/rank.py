@@ -235,7 +235,7 @@ class Rank:
         if through is not None and self.paused is through:
             outcome = self._carry_out(cluster, through)
         is_voting = self.phase is REDUCING  # the only phase in which it reads how many successors there are
-        num_successors = cluster.hosts[self.host].num_known_successors(cluster) if is_voting else 0
+        num_successors = cluster.hosts[self.host].num_known_successors if is_voting else 0
         self.lifecycle.observed = self.observe(num_successors, is_blind)
         try:
             while True:
@@ -254,7 +254,7 @@ class Rank:
                 except GangError as failure:
                     self.poison()
                     error = failure
-                    self.lifecycle.observed = self.observe(cluster.hosts[self.host].num_known_successors(cluster))
+                    self.lifecycle.observed = self.observe(cluster.hosts[self.host].num_known_successors)
         except (StopIteration, SystemExit):
             self.end(DONE)
         except (OperationalError, StateLostError):
