@@ -130,10 +130,11 @@ class RankEvents:
                     self._events.write("unsaved", member=rank.member, local_rank=rank.local_rank, step=unsaved)
                 rank.has_left = finished or in_order
                 if not finished and (in_order or self._has_seat(rank.member)):
-                    how, kind = ("leaves", "left") if in_order else ("left before the last step", "failed")
-                    cause = f"rank {rank.local_rank} {how}"
+                    did, kind = ("leaves", "left") if in_order else ("left before the last step", "failed")
+                    cause = f"rank {rank.local_rank} {did}"
                     reporter.caused(cause, kind, time.monotonic(), leaver=None if in_order else rank.member)
-                self._handle(MemberLeft(rank.member, finished, in_order, message["by_script"], message["num_steps"]))
+                how = message["by_script"], message["num_steps"], message["raised"]
+                self._handle(MemberLeft(rank.member, finished, in_order, *how))
             case "failed":
                 rank.failure = message
                 if not message["blameless"]:

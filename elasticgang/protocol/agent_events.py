@@ -46,13 +46,14 @@ class Committed:
 class MemberLeft:
     """The member takes part no longer. `finished`: it has done all steps. `in_order`: a vote has announced it, so that
     all members of its generation go on to the next one. `by_script`: it called `manager.leave()`. `num_steps`: steps of
-    the job; 0 if unknown."""
+    the job; 0 if unknown. `raised`: an exception has left a step, and its loop with it."""
 
     member: str
     finished: bool
     in_order: bool = False
     by_script: bool = False
     num_steps: int = 0
+    raised: bool = False
 
 
 @value(frozen=True)

@@ -19,7 +19,8 @@ AGENT-8  A member that begins to exit is killed, and is treated as dead: its gen
     begin. The agent notifies the other members first, because the end of its processes takes a core from them, and
     requests a record only after the kill. The member is restarted only once it is gone, with all its memory.
 AGENT-9  With fallback layouts, a report says how many ranks are being started, so that the layout in force waits for
-    them; after `StartExpired` it says none.
+    them; after `StartExpired` it says none. A member whose loop an exception has left counts from then on: it is
+    restarted once it has exited, which takes longer than the next record.
 AGENT-10  A member that has finished its steps and is killed from outside has not done all that its script does after
     them, such as saving the model. The others go on to their end, but the job does not end with exit code 0.
 AGENT-11  If the job's state is lost while members run that have left their loop, such as by `break`, these go on to
@@ -124,6 +125,7 @@ class _Rank:
     generation: int = 0  # the newest in which it had a seat; 0: it had none
     finished: bool = False
     by_script: bool = False
+    raised: bool = False
     comes_late: bool | None = None  # AGENT-12: its first seat was in a job with a committed step, and no checkpoint
     is_refused: bool = False
 
@@ -172,9 +174,10 @@ class AgentState:
     def handle(self, event: Event) -> list[Instruction]:
         before = self.num_starting
         instructions = self._handle(event)
-        if self.num_starting > before:
+        num_starting = self.num_starting
+        if num_starting > before:
             self._starts_are_late = False
-        elif self.num_starting < before and RequestRecord() not in instructions:  # AGENT-9
+        if num_starting != before and RequestRecord() not in instructions:  # AGENT-9
             instructions += self._request_if_ready()
         return instructions
 
@@ -194,9 +197,9 @@ class AgentState:
                 if member in self._ranks and attempt.step > 0:
                     self.restarts.committed(self._ranks[member].local_rank)
                 return []
-            case MemberLeft(member, finished, in_order, by_script, num_steps):
-                if member in self._ranks:
-                    self._ranks[member].by_script, self._num_steps = by_script, num_steps
+            case MemberLeft(member, finished, in_order, by_script, num_steps, raised):
+                if (rank := self._ranks.get(member)) is not None:
+                    rank.by_script, rank.raised, self._num_steps = by_script, raised, num_steps
                 return self._member_left(member, finished, in_order)
             case ExitBegan(member):
                 return self._exit_began(member)
@@ -253,11 +256,12 @@ class AgentState:
         return None if self._over >= record.generation else record.generation
 
     def num_successors(self, draining: Collection[str]) -> int:
-        """How many ranks without a seat could get one: those that start, restart or wait, except `draining`."""
+        """How many ranks without a seat could get one: those that start, restart or wait, or exit and restart then,
+        except `draining`."""
         if self.finished:
             return 0
-        waiting = self._in(_Phase.STARTING, _Phase.REQUESTING, _Phase.EXITING)
-        return self._num_to_start + len(waiting.keys() - set(draining))
+        waiting = {*self._in(_Phase.STARTING, _Phase.REQUESTING), *self._to_restart()}
+        return self._num_to_start + len(waiting.difference(draining))
 
     @property
     def num_starting(self) -> int:
@@ -265,7 +269,7 @@ class AgentState:
         layout = self._layout
         if layout is None or not layout.fallback or self.finished:
             return 0
-        return self._num_to_start + len(self._in(_Phase.STARTING, _Phase.EXITING))
+        return self._num_to_start + len(self._in(_Phase.STARTING)) + len(self._to_restart())
 
     @property
     def _num_to_start(self) -> int:
@@ -285,6 +289,11 @@ class AgentState:
 
     def _in(self, *phases: _Phase) -> dict[str, _Rank]:
         return {member: rank for member, rank in self._ranks.items() if rank.phase in phases}
+
+    def _to_restart(self) -> list[str]:
+        """Members that take no further step, and are restarted once they are gone, as a rule."""
+        exiting, left = _Phase.EXITING, _Phase.LEFT
+        return [m for m, r in self._ranks.items() if r.phase is exiting or (r.phase is left and r.raised)]
 
     def _note_commit(self, attempt: Attempt | None) -> None:
         if attempt is not None and attempt.step > 0 and (self.newest_commit is None or attempt > self.newest_commit):

@@ -234,9 +234,10 @@ class ReportSpare(Instruction):
 @value(frozen=True)
 class SendLeft(Instruction):
     """Tell the agent that this rank takes part no more. `in_order`: at a boundary that the others come to as well;
-    `by_script`: its script asked for it; `num_steps`: that it was to take."""
+    `by_script`: its script asked for it; `num_steps`: that it was to take. `raised`: an exception has left a step."""
 
     finished: bool
     in_order: bool
     by_script: bool
     num_steps: int
+    raised: bool = False

@@ -293,7 +293,8 @@ class MemberLifecycle:
         if not self.has_left:
             self.has_left = True
             if not seen.is_job_over:
-                yield do.SendLeft(finished, self._may_leave, seen.draining and not seen.by_signal, num_steps)
+                by_script = seen.draining and not seen.by_signal
+                yield do.SendLeft(finished, self._may_leave, by_script, num_steps, self._left is not None)
             yield Do.CLOSE
         if returned and self.observed.by_signal and not finished:
             raise SystemExit(0)

@@ -320,7 +320,7 @@ class Rank:
             case do.SendLeft(finished, in_order, by_script):
                 if in_order and not finished:
                     check_order(self, cluster)
-                self.sent.append(("left", (finished, in_order, by_script)))
+                self.sent.append(("left", (finished, in_order, by_script, 0, self.raised)))
         return None
 
     # -- from generation to generation

@@ -115,5 +115,6 @@ def compute(rank: Rank) -> Routine[None]:
 
 def fail(rank: Rank, num_steps: int) -> Routine[None]:
     """An exception ends the loop and the process."""
+    rank.raised = True
     yield from rank.lifecycle.leave(num_steps, returned=False)
     raise OperationalError

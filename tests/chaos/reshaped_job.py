@@ -5,9 +5,9 @@ that only the order of summation differs between layouts.
 steps between two checkpoints; 0 for none. It appends each committed step, its loss, the `sdp` in force and the
 generation to `steps-PID`, and writes `done-PID` with its parts of the parameters and of what AdamW keeps. It waits in
 the step that stands in the file `hold`, while that is there, and says so by the file `at-STEP-PID`, and by
-`join-STEP-PID` that it knows of a rank that waits to join. It leaves once there is a file `leave-PID`. With DIE_MOVING
-in the environment, the rank of this number on its host is killed when it has sent the first piece of the state that it
-keeps, once.
+`join-STEP-PID` that it knows of a rank that waits to join. It leaves once there is a file `leave-PID`, and raises while
+it waits once there is `raise-PID`. With DIE_MOVING in the environment, the rank of this number on its host is killed
+when it has sent the first piece of the state that it keeps, once.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def wait_or_leave(manager: eg.QuorumManager, here: Path, step: Step) -> None:
         (here / f"at-{step.index}-{os.getpid()}").touch()
         if manager.join_noticed:
             (here / f"join-{step.index}-{os.getpid()}").touch()
+        if (here / f"raise-{os.getpid()}").exists():
+            raise ValueError("as the test wishes")
         step.check()
         time.sleep(0.01)
     if (here / f"leave-{os.getpid()}").exists():

@@ -131,6 +131,20 @@ def test_a_killed_rank_that_is_restarted_changes_no_layout(tmp_path: Path) -> No
         assert job.sizes() == [2]
 
 
+def test_a_rank_that_is_restarted_after_an_exception_changes_no_layout(tmp_path: Path) -> None:
+    """The others ask for the next record before it has exited."""
+    with Reshaped(tmp_path, TWO_PAIRS_ELSE_ONES) as job:
+        job.hold(HOLD)
+        agent = job.start(4)
+        job.reached(HOLD, 4)
+        (tmp_path / f"raise-{agent.rank_pid(3)}").touch()
+        job.reached(HOLD, 5)
+        job.release()
+        job.check(agent, ranks=4)
+        assert job.sizes() == [2]
+        assert "rank 3 exited with code 1 in step 8: restart 1 of 3" in agent.stderr
+
+
 def test_a_holder_that_dies_while_the_state_moves_costs_nothing(tmp_path: Path) -> None:
     """The rank 2 of the first host is one of two that keep its shard."""
     with Reshaped(tmp_path, TWO_PAIRS_ELSE_ONES) as job:

@@ -13,6 +13,7 @@ from typing import Any
 
 from elasticgang.protocol import (
     agent_lifecycle,
+    agent_state,
     device_errors,
     devices,
     form,
@@ -176,6 +177,10 @@ AGENT_MUTANTS = {
     "no layout waits for ranks that start": UnitMutant(
         ((AgentState, "num_starting", 0),),
         test_reshape.test_a_report_says_how_many_ranks_are_being_started_until_they_are_late,
+    ),
+    "a rank that raises is not waited for": UnitMutant(
+        ((AgentState, "_to_restart", lambda self: self._in(agent_state._Phase.EXITING)),),
+        test_reshape.test_a_rank_whose_loop_an_exception_has_left_is_waited_for_before_it_has_exited,
     ),
     "ranks that start are never late": UnitMutant(
         ((AgentLifecycle, "_awaits_starts", False),),

@@ -561,6 +561,15 @@ def test_it_leaves_after_a_vote_that_grants_it_and_tells_whether_its_script_aske
     assert driver.done == []
 
 
+def test_it_tells_that_an_exception_has_left_the_loop() -> None:
+    driver = active()
+    driver.run(driver.lifecycle.begin())
+    assert driver.run(driver.lifecycle.end(ValueError())) is False
+    driver.run(driver.lifecycle.leave(NUM_STEPS, returned=False))
+    left = do.SendLeft(finished=False, in_order=False, by_script=False, num_steps=NUM_STEPS, raised=True)
+    assert driver.done == [left, Do.CLOSE]
+
+
 def test_a_signal_ends_the_process_after_the_loop_unless_all_steps_are_done() -> None:
     driver = active()
     driver.lifecycle.observed = Observed(draining=True, by_signal=True)

@@ -13,7 +13,13 @@ from elasticgang.errors import LayoutError
 from elasticgang.layout import Axes, ParallelLayout, is_filled
 from elasticgang.layout.overlap import Part, common_share
 from elasticgang.protocol import member_instructions as do
-from elasticgang.protocol.agent_events import CoordinatorConnected, RecordAnswered, RequestRecord, StartExpired
+from elasticgang.protocol.agent_events import (
+    CoordinatorConnected,
+    MemberLeft,
+    RecordAnswered,
+    RequestRecord,
+    StartExpired,
+)
 from elasticgang.protocol.agent_lifecycle import START_TIMEOUT_S
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import Observed
@@ -447,6 +453,39 @@ def test_an_agent_that_starts_no_rank_any_more_says_so() -> None:
     assert host.state.report().num_starting == 1
     assert RequestRecord() in host.exits("a1'", 0, goes=True)
     assert host.state.report().num_starting == 0
+
+
+def one_that_left(*, raised: bool) -> agent_hosts.Host:
+    """Of two ranks of a job with another layout, a0 has requested the next record, and a1 has left its loop."""
+    host = agent_hosts.Host(2, max_restarts=3)
+    host.start("a0", "a1")
+    host.asks("a0", layout=LAYOUT)
+    host.asks("a1", layout=LAYOUT)
+    record = replace(agent_hosts.record_of(("a0", "a1")), layout=PAIR, layouts=LAYOUT.options, digest="")
+    host.state.handle(RecordAnswered(record))
+    host.commits("a0", "a1")
+    host.state.handle(MemberLeft("a1", finished=False, raised=raised))
+    assert host.asks("a0", layout=LAYOUT, broken=True) == [RequestRecord()]
+    return host
+
+
+# AGENT-9
+def test_a_rank_whose_loop_an_exception_has_left_is_waited_for_before_it_has_exited() -> None:
+    host = one_that_left(raised=True)
+    assert host.state.report().num_starting == 1
+    assert host.state.num_successors([]) == 2  # a0 waits too
+    assert host.state.num_successors(["a1"]) == 1
+    assert RequestRecord() not in host.raises("a1", 3)
+    assert host.state.report().num_starting == 1
+
+
+# AGENT-9
+def test_a_rank_that_is_restarted_against_expectation_is_told_of() -> None:
+    host = one_that_left(raised=False)
+    assert host.state.report().num_starting == 0
+    assert host.state.num_successors([]) == 1
+    assert RequestRecord() in host.raises("a1", 3)
+    assert host.state.report().num_starting == 1
 
 
 # AGENT-9

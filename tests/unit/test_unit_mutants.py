@@ -35,7 +35,11 @@ RULES = {
         "a rank whose exit has begun runs on",
         "an exit that has begun ends no generation",
     ),
-    "AGENT-9": ("no layout waits for ranks that start", "ranks that start are never late"),
+    "AGENT-9": (
+        "a rank that raises is not waited for",
+        "no layout waits for ranks that start",
+        "ranks that start are never late",
+    ),
     "AGENT-10": ("a kill after the last step is nothing",),
     "AGENT-11": ("a lost state ends ranks that have left their loop",),
     "AGENT-12": ("a rank that differs ends the others", "a rank that differs is restarted"),
