@@ -16,7 +16,8 @@ PERSIST  With a state directory, a record is pushed only after it was written th
          directory has not decided is accepted by an agent first, as without a directory, and written then: until that,
          the agents of the record before decide what follows it.
 PRESENT  Every agent of the record is ready, or declared lost, before the next record is decided.
-REPORT   A report counts while the session by which it came is up, and its agent has promised the present term.
+REPORT   A report counts while the session by which it came is up, and its agent has promised the present term. One
+         that crosses a record which the agent is sent does not: the ranks may run in that record by now.
 LOST     An agent is declared lost once it was silent for `lost_after_s` while the coordinator was in office, not
          counting what the coordinator itself stood still; or its process is known to be gone. Out of office nobody is
          lost, and where a record is known, a silent session is closed after half a lease: the operator's word, which
@@ -155,6 +156,7 @@ class _Session:
     former: str = ""  # the id for which it speaks too (PROMISE)
     is_denied: bool = False  # UNACCEPTED: its newest `Welcome` does not say that this coordinator is in office
     told: str = ""  # NOTICE: the newest reason
+    pushed: int = 0  # REPORT: the newest generation that it was sent
 
 
 @dataclass
@@ -749,6 +751,7 @@ class CoordinatorState:
         if not decision.record.has_agent(session.agent) or not self._may_be_sent(session.agent):
             return []
         self._withdraw_report(session.agent)
+        session.pushed = decision.record.generation
         return [Send(number, Push(decision, self.over, self.joining))]
 
     @staticmethod
@@ -905,6 +908,8 @@ class CoordinatorState:
             return False
         if record is not None and record.has_agent(agent):
             return report.newest_record == record.ref
+        if report.newest_record.generation < self.sessions[number].pushed:
+            return False
         return report.newest_record == NO_RECORD or (record is not None and record.builds_on(report.newest_record))
 
     def _decide(self, on_tick: bool = False) -> Instructions:
@@ -1067,6 +1072,7 @@ class CoordinatorState:
         for number, session in self.sessions.items():
             if record.has_agent(session.agent) and self._may_be_sent(session.agent):
                 self._withdraw_report(session.agent)  # of the others it stands: the record may never reach them
+                session.pushed = record.generation
                 out.append(Send(number, push))
         return out + self._welcome_again() + self._announce(self._reports) + self._drop_facts(self._absent_with_facts())
 

@@ -67,6 +67,11 @@ def _counts_without_promise(self: CoordinatorState, agent: str, report: Report) 
     return report.newest_record.generation == 0 or (record is not None and record.builds_on(report.newest_record))
 
 
+def _counts_across_a_record(self: CoordinatorState, agent: str, report: Report) -> bool:
+    number = self._session_of.get(agent)
+    return number is not None and self.sessions[number].promised and _counts_without_promise(self, agent, report)
+
+
 def _counts_whatever_it_knows(self: CoordinatorState, agent: str, report: Report) -> bool:
     return self.sessions[self._session_of[agent]].promised
 
@@ -262,6 +267,7 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
         (CoordinatorState, "_counts", _counts_without_promise),
         (CoordinatorState, "_forget_session", _forget_but_reports),
     ),
+    "a report counts although it crosses a record": ((CoordinatorState, "_counts", _counts_across_a_record),),
     "reports of earlier generations count": ((CoordinatorState, "_counts", _counts_whatever_it_knows),),
     "lost before it is fenced": ((Silences, "beyond", _silent_at_once),),
     "leases of another address are not thought of": ((CoordinatorState, "_may_be_led_elsewhere", always(False)),),

@@ -262,6 +262,31 @@ def test_a_report_of_another_record_does_not_count() -> None:
     assert record(driver).agents == ("a", "b", "c")
 
 
+# REPORT
+def test_a_report_that_crosses_a_record_does_not_count() -> None:
+    """b has not accepted the first record, and the second one is decided without it while the first is on its way."""
+    driver = Driver(granted=True)
+    a, b = driver.open("a"), driver.open("b")
+    driver.hear(a, m.Ready(report("a")))
+    driver.hear(b, m.Ready(report("b")))
+    first = record(driver).ref
+    driver.hear(a, m.Accepted(*first))
+    driver.hear(b, m.Heartbeat(1))
+    driver.do(m.SessionClosed(b))
+    driver.wait_with(a, m.JOB_TIMEOUTS.lost_after_s + 1)
+    b = driver.open("b")
+    driver.hear(a, m.Ready(report("a", first)))
+    second = record(driver)
+    assert (second.agents, second.generation) == (("a",), 2)
+    driver.hear(a, m.Accepted(*second.ref))
+    driver.hear(b, m.Ready(report("b")))
+    assert driver.state.reports() == {}
+    driver.hear(b, m.Accepted(*first))
+    driver.hear(b, m.Ready(report("b", first)))
+    driver.hear(a, m.Ready(report("a", second.ref)))
+    assert (record(driver).agents, record(driver).generation) == (("a", "b"), 3)
+
+
 def test_a_job_that_finishes_is_persisted() -> None:
     driver, a, b = found(has_directory=True)
     persist, *others = driver.hear(a, m.Finished(1))

@@ -96,6 +96,7 @@ TOLD = [
     ("refused_after_a_promise", "a refusal where the former coordinator was renews the lease", "LOST-1: "),
     ("refused_elsewhere", "any refusal renews the lease", "LOST-1: "),
     ("reported_in_a_former_session", "a report is sent once", "RULE-7: "),
+    ("reported_before_it_accepts", "a report counts although it crosses a record", "RULE-3: "),
     ("restarted_elsewhere", "leases of another address are not thought of", "LOST-1: "),
     ("rolled_back_for_good", "a rollback is not said", "COMMIT-1: "),
     ("rolled_back_for_good", "what was given up counts", "coordinator1: generation 4  {b0 c1} wait a0 a1.2  2@3  goes"),

@@ -223,7 +223,11 @@ RULES = {
     "RECOVERY-8": ("a job goes back at once to what is here",),
     "REFUSED": ("a refusal where the former coordinator was renews the lease", "any refusal renews the lease"),
     "REJOIN": ("lost agents come back as they are",),
-    "REPORT": ("reports of earlier generations count", "reports outlive their session"),
+    "REPORT": (
+        "a report counts although it crosses a record",
+        "reports of earlier generations count",
+        "reports outlive their session",
+    ),
     "RESEND": (
         "a report is sent once",
         "notices are sent once",
