@@ -139,6 +139,7 @@ class ControlPlane:
         self._begun = False
         self._early: list[Any] = []  # CONTROL-4
         self._disconnected_s: float | None = time.monotonic()
+        self._unled_s: float | None = self._disconnected_s  # since when no coordinator leads the job
         self._requested_s = self._warned_s = 0.0
         self._newest_over, self._newest_join = (0, False), 0
         self._lost_agents: set[str] = set()
@@ -264,14 +265,16 @@ class ControlPlane:
         killed_s = 0.0
         while True:
             await asyncio.sleep(_CHECK_S)
-            now_s, away_s = time.monotonic(), self._disconnected_s
-            if away_s is None:
+            now_s = time.monotonic()
+            if self._session.is_led:
+                self._unled_s = None
                 continue
-            if now_s - max(away_s, killed_s) > _STUCK_S and not self._session.is_welcome:
+            unled_s = self._unled_s = now_s if self._unled_s is None else self._unled_s
+            if now_s - max(unled_s, killed_s) > _STUCK_S and not self._session.is_welcome:
                 killed_s = now_s
                 self._callbacks.kill_coordinator()
             is_needed = self._begun and self._requested_s > 0 and self._callbacks.state.may_request()
-            waited_s = now_s - max(away_s, self._requested_s) if is_needed else 0.0
+            waited_s = now_s - max(unled_s, self._requested_s) if is_needed else 0.0
             if waited_s > SILENT_S and self._requested_s > self._warned_s:
                 self._warn_silent()
             if waited_s > self._limits.reconnect:

@@ -124,6 +124,11 @@ class AgentSession:
         """The coordinator of this session can be told that the ranks are ready."""
         return self._term is not None
 
+    @property
+    def is_led(self) -> bool:
+        """The coordinator of this session leads the job, as far as it has said."""
+        return self.is_welcome and self._in_office
+
     def handle(self, event: SessionEvent, now_s: float) -> Instructions:
         if self.is_ended:
             return []
@@ -351,6 +356,7 @@ class AgentSession:
         self._beats_s = beats_s = {beat: at_s for beat, at_s in self._beats_s.items() if beat > number}
         self._last_answer_s = min(beats_s.values()) if beats_s else now_s
         self._num_unanswered = 0
+        self._in_office = in_office
         return self._renew(sent_s, now_s) if in_office and self.is_welcome else []
 
     def _push(self, push: Push, now_s: float) -> Instructions:

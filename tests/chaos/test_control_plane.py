@@ -277,6 +277,47 @@ def test_an_agent_that_waits_for_the_coordinator_says_so_once(monkeypatch: pytes
     play(story, reconnect_s=1.0)
 
 
+# CONTROL-1, CONTROL-7
+def test_an_agent_fails_when_a_coordinator_that_is_needed_leads_the_job_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The agent c has had another coordinator. So this one takes a higher term, which b, which is stopped, does not
+    promise; the session of a goes on."""
+    monkeypatch.setattr(control_plane, "SILENT_S", 0.1)
+
+    async def run() -> None:
+        coordinator, elsewhere = Coordinator(), Coordinator()
+        await coordinator.start()
+        await elsewhere.start()
+        one, stranger = Host("a", coordinator.address, reconnect_s=1.0), Host("c", elsewhere.address)
+        program = f"from {__name__} import live; live('b', {coordinator.address!r})"
+        process = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY)
+        try:
+            await one.start()
+            await one.enters(1)
+            one.said.clear()
+            process.send_signal(signal.SIGSTOP)
+            await stranger.control_plane.open()
+            stranger.control_plane.coordinator, stranger.state.agent = coordinator.address, "c.2"
+            assert await stranger.control_plane.rejoin("c")
+            one.loses_a_rank()
+            await one.until(lambda: one.timed_out != "")
+            assert one.timed_out.endswith(f"the coordinator at {coordinator.address}: it does not lead the job")
+            waits = f"elasticgang: the coordinator at {coordinator.address} does not lead the job; waiting up to 1 s"
+            assert one.said == [waits]
+            assert "coordinator unreachable" not in one.logged
+        finally:
+            process.kill()
+            process.wait()
+            for host in (one, stranger):
+                await host.stop()
+            for each in (coordinator, elsewhere):
+                await each.stop()
+                each.close()
+
+    asyncio.run(run())
+
+
 def test_agents_tell_each_other_in_which_step_a_script_has_failed() -> None:
     async def story(_: Coordinator, one: Host, other: Host) -> None:
         one.handle(Exited("a1", 1, raised=True, step=5))

@@ -369,7 +369,9 @@ def test_a_lease_runs_from_when_the_question_was_sent() -> None:
     assert session.handle(m.Answer(m.HeartbeatAnswer(1, True)), 104.0) == [m.SetLease(110.0)]
     assert session.handle(m.Answer(m.HeartbeatAnswer(1, True)), 105.0) == []  # again
     session.handle(m.Ticked(), 105.0)
+    assert session.is_led
     assert session.handle(m.Answer(m.HeartbeatAnswer(2, False)), 105.5) == []  # not in office
+    assert not session.is_led  # CONTROL-1
 
 
 # RESEND
