@@ -654,7 +654,8 @@ class CoordinatorState:
         if not self._is_news(decision.ref):
             return []
         self.decision, self.own = decision, False
-        self.joining = min(self.joining, decision.record.generation - 1)  # it may be another one of that number
+        before = decision.record.generation - 1  # what is known of the next one may be of another of that number
+        self.over, self.joining = min(self.over, before), min(self.joining, before)
         self._parents = frozenset()
         self._before = self._given_up = None
         self._owing.clear()

@@ -262,6 +262,22 @@ def test_a_report_of_another_record_does_not_count() -> None:
     assert record(driver).agents == ("a", "b", "c")
 
 
+def test_the_end_of_a_generation_is_not_that_of_another_one_of_its_number() -> None:
+    """The record of another coordinator is newer, and its ranks run."""
+    driver, a, _ = found()
+    driver.hear(a, m.EndGeneration(1, EndCause("died", ("a",))))
+    assert driver.state.over == 1
+    other = found()[0].state.decision
+    assert other is not None
+    other = replace(other, term=m.Term(9, "other"), record=replace(other.record, committed=Attempt(0, 2), digest=""))
+    driver.num_sessions += 1
+    driver.hear(driver.num_sessions, m.Hello("b", "b", driver.num_sessions, other.term, other.ref))
+    out = driver.hear(driver.num_sessions, m.KnownDecision(other))
+    assert driver.state.record == other.record
+    welcomes = [i.message for i in out if isinstance(i, m.Send) and isinstance(i.message, m.Welcome)]
+    assert {welcome.over for welcome in welcomes} == {0}
+
+
 # REPORT
 def test_a_report_that_crosses_a_record_does_not_count() -> None:
     """b has not accepted the first record, and the second one is decided without it while the first is on its way."""
