@@ -391,6 +391,7 @@ class Agent:
                 self._ranks.send(members, "over")
             case Fence(members, reason):
                 self._events.write("fenced", agent=self._lifecycle.agent, reason=reason)
+                self._changes.reporter.cut_off(time.monotonic())
                 self._output.write_line(f"elasticgang: {reason}")
                 for rank in self._ranks.of(members):
                     rank.is_told = True

@@ -159,7 +159,9 @@ class RankEvents:
             return
         rank.lower_priority()
         self._events.write("exit_began", member=rank.member, local_rank=rank.local_rank, monotonic=began_at)
-        if self._has_seat(rank.member):
+        if self._lease.is_expired:
+            self._changes.reporter.cut_off(began_at)
+        elif self._has_seat(rank.member):
             cause = f"rank {rank.local_rank} died"
             self._changes.reporter.caused(cause, "killed", began_at, is_root=True, exiting=rank.member)
         self._handle(ExitBegan(rank.member))
@@ -181,8 +183,10 @@ class RankEvents:
         if failure is not None:
             self._show_failure(rank.local_rank, failure["traceback"])
         is_shown = status == 0 or failure is not None or self._stopping.is_set() or is_retired
-        # A rank may read before its agent that the lease is over; the agent then says so of all.
-        is_shown = is_shown or (status == -signal.SIGKILL and (rank.is_told or self._lease.is_expired))
+        is_cut_off = status == -signal.SIGKILL and self._lease.is_expired
+        if is_cut_off:
+            self._changes.reporter.cut_off(died_at)
+        is_shown = is_shown or is_cut_off or (status == -signal.SIGKILL and rank.is_told)
         is_early = status == 0 and not (rank.has_left or is_retired or rank.page.draining)
         cause = f"rank {rank.local_rank} {_describe_failure(rank) or describe_exit(status, is_early=is_early)}"
         self._changes.incidents.exited(rank)

@@ -12,6 +12,8 @@ CHANGE-4  The end of another agent and a hang of a rank here do not hide each ot
     cause names both. An agent may exit because its ranks waited for the one that hangs until its grace period ended.
 CHANGE-5  The first record of an agent is the start of the job only if it is the first of the job. Otherwise the agent
     joins, and of its members alone it knows that they are new.
+CHANGE-6  If the agent has killed all its ranks because the host was cut off, that is the cause, and not the exit of one
+    of them, also if it is noticed first: a rank may end itself before its agent sees that the lease is over.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ MAX_BESIDE = 4
 _START = ("the job starts", "start")
 _JOIN = ("this host joins", "join")
 _ELSEWHERE = ("a change elsewhere", "elsewhere")
+_CUT_OFF = ("this host lost its connection to the coordinator", "agent_lost")
 
 
 @dataclass
@@ -119,6 +122,12 @@ class ChangeReporter:
             named = dict.fromkeys((*first.beside, other.text))
             first.beside = tuple(text for text in named if text != first.text)[:MAX_BESIDE]
         self._cause = first
+
+    def cut_off(self, at: float) -> None:
+        """CHANGE-6. What ended the generation before that, such as a death whose exit is complete, stays the cause."""
+        known = self._cause
+        if self._record is not None and (known is None or not known.is_root or known.exiting is not None):
+            self._cause = _Cause(*_CUT_OFF, at, is_root=True)
 
     def failed(self, member: str, cause: str, exiting: str | None) -> None:
         """The script of `member` has failed: `cause` is why the member had left."""

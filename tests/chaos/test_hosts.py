@@ -64,6 +64,8 @@ def test_a_cut_off_host_ends_its_members_and_comes_back_with_new_ones(
         cluster.check(alone, [first, second])
         assert len(set(agent_ids(second))) == 2
         assert generation_of(second, 3)["ranks"] == [0, 0, 1, 1]
+        (change,) = [event for event in second.events() if event["event"] == "generation_change"][1:]
+        assert (change["cause"], change["kind"]) == ("this host lost its connection to the coordinator", "agent_lost")
 
 
 def test_a_short_cut_ends_nothing(tmp_path: Path, alone: str, network: Network) -> None:

@@ -224,6 +224,25 @@ def test_what_a_death_has_caused_is_not_beside_it() -> None:
     assert change["cause"] == "rank 2 died"
 
 
+# CHANGE-6
+def test_a_host_that_was_cut_off_does_not_say_that_its_ranks_died() -> None:
+    changes = ChangeReporter()
+    changes.cut_off(0.5)  # there is no generation that could end
+    list(changes.agreed(record_of(["a0", "a1"]), "a"))
+    assert [change["cause"] for change in changes.ended()] == ["the job starts"]
+    changes.caused("a rank of another agent lost a peer", "abort", 10.0, is_effect=True)
+    changes.caused("rank 0 died", "killed", 10.1, is_root=True, exiting="a0")
+    changes.cut_off(10.2)
+    list(changes.exited("a0", "rank 0 was killed by SIGKILL", "killed"))
+    list(changes.agreed(record_of(["a0", "a1"], 2), "a"))
+    (change,) = changes.ended()
+    assert (change["cause"], change["kind"]) == ("this host lost its connection to the coordinator", "agent_lost")
+    changes.caused("rank 1 was killed by SIGKILL", "killed", 11.0, is_root=True)  # and the coordinator was away
+    changes.cut_off(19.0)
+    list(changes.agreed(record_of(["a0"], 3), "a"))
+    assert [change["cause"] for change in changes.ended()] == ["rank 1 was killed by SIGKILL"]
+
+
 def test_an_agent_that_has_left_is_the_cause_only_if_there_is_no_other() -> None:
     changes = started()
     changes.agent_left("b", 10.01)  # it has no seats
