@@ -62,6 +62,7 @@ from elasticgang.member.agent_link import AgentDoor, AgentLink
 from elasticgang.member.data_store import DataStore
 from elasticgang.member.generation import Generation
 from elasticgang.member.rank_context import RankContext
+from elasticgang.member.reach import REACH_S, describe_reach
 from elasticgang.member.stopped_at import stopped_at
 from elasticgang.member.sums import Sums
 from elasticgang.member.torch_environment import TorchEnvironment
@@ -294,11 +295,12 @@ class ElasticRendezvous:
 
     def _delay(self, delay: do.Delay) -> None:
         times = f"{delay.num} generations in a row" if delay.num > 1 else "the last generation"
-        log.warning(
-            "the ranks of %s did not connect in %s; rank %d requests the next one in %g s (%s)",
-            *(delay.hosts, times, self.local_rank, delay.delay_s, delay.error),
-        )
         ends_at = time.monotonic() + delay.delay_s
+        reach = delay.agents and f"; {describe_reach(delay.agents, min(delay.delay_s, REACH_S))}"
+        log.warning(
+            "the ranks of %s did not connect in %s; rank %d requests the next one in %g s (%s)%s",
+            *(delay.hosts, times, self.local_rank, delay.delay_s, delay.error, reach or ""),
+        )
         while not (self.drain.requested or self._link.is_job_over) and (left := ends_at - time.monotonic()) > 0:
             time.sleep(min(left, LONGEST_WAIT_S))
 

@@ -196,11 +196,13 @@ class Poison(Instruction):
 @value(frozen=True)
 class Delay(Instruction):
     """Wait for `delay_s` before the next request, or until this rank is asked to leave or the job is over: `num` of
-    `hosts`' generations in a row were not connected, the last because of `error`."""
+    `hosts`' generations in a row were not connected, the last because of `error`. `agents`: addresses of other agents,
+    for this rank to find out, and say, which of their hosts it reaches; empty if another rank of its host does."""
 
     delay_s: float
     num: int
     hosts: str
+    agents: tuple[str, ...]
     error: GangError | None
 
 

@@ -79,6 +79,7 @@ MAX_DELAY_S = 5.0
 LATE_S = 5.0
 _NUM_AT_ONCE = 5
 _NUM_SHOWN = 4  # hosts, in a message
+_NUM_TRIED = 64  # hosts, by each one
 _NUM_NAMES = 2  # numbers behind the script's, by which ranks see that they have the same names
 _NEVER_DROPPED = (InternalError, OperationalError, EvictedError, StateLostError)
 
@@ -515,7 +516,7 @@ class MemberLifecycle:
         yield Do.LEAVE_GENERATION  # MANAGER-9
         if self._num_quick >= _NUM_AT_ONCE:  # MANAGER-17
             delay_s = min(2.0 ** (self._num_quick - _NUM_AT_ONCE), MAX_DELAY_S)
-            yield do.Delay(delay_s, self._num_not_entered, _hosts(state), error)
+            yield do.Delay(delay_s, self._num_not_entered, _hosts(state), _other_agents(state), error)
         checkpoint = yield Do.FIND_CHECKPOINT
         report = state.report(self._local_rank, self._address, self.observed.draining)
         yield do.SendRequest(report, error, checkpoint, self._num_steps)
@@ -570,6 +571,17 @@ def _hosts(state: MemberState) -> str:
     num_more = len(hosts) - _NUM_SHOWN
     shown = [*hosts[:_NUM_SHOWN], f"{num_more} more"] if num_more > 0 else hosts
     return " and ".join([*([", ".join(shown[:-1])] if len(shown) > 1 else []), shown[-1]])
+
+
+def _other_agents(state: MemberState) -> tuple[str, ...]:
+    """The addresses of those that the first rank of a host tries to reach: the next ones after its own, so that each of
+    them is tried by others."""
+    assert state.record is not None
+    record, seat = state.record, state.record.seat(state.member)
+    if seat is None or next(each for each in record.seats_of(seat.agent) if each.status != SPARE) != seat:
+        return ()
+    own = record.agents.index(seat.agent)
+    return (*record.addresses[own + 1 :], *record.addresses[:own])[:_NUM_TRIED]
 
 
 def _check_names(step: _Step, own: Sequence[float], sums: Sequence[float]) -> None:
