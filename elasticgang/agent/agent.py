@@ -346,7 +346,7 @@ class Agent:
             case DeliverRecord(members, record):
                 self._rendezvous.begin(record, self._lifecycle.agent)
                 self._ranks.send(members, "record", text=record.text)
-                self._rank_events.late.agreed(record.generation)
+                self._rank_events.late.agreed(record.generation, record.committed.step)
                 lost, left = self._control_plane.lost_agents, self._control_plane.left_agents
                 self._changes.agreed(record, self._lifecycle.agent, lost.difference(record.agents), left)
             case RequestRecord():

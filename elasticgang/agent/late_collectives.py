@@ -16,7 +16,7 @@ class LateCollectives:
         self._events, self._output = events, output
         self._has_timed_out = False
         self._stopped_at: dict[int, str] = {}  # by local rank, in the present generation
-        self._step = 0
+        self._step = self._first_step = 0  # that they have begun; of the present generation
         self._num_times = 0  # in a row, in `_last_step`
         self._last_step = -1
 
@@ -30,10 +30,11 @@ class LateCollectives:
             self._stopped_at[local_rank] = stopped_at
             self._step = max(self._step, step or 0)
 
-    def agreed(self, generation: int) -> None:
-        """LATE-1. The generation after the one in which they have stopped begins."""
+    def agreed(self, generation: int, first_step: int) -> None:
+        """LATE-1. The generation after the one in which they have stopped begins. `first_step`: the index of its first
+        one. A rank that has not connected has not begun that of its generation."""
         stopped_at, self._stopped_at = self._stopped_at, {}
-        step, self._step = self._step, 0
+        step, self._step, self._first_step = max(self._step, self._first_step), 0, first_step
         has_timed_out, self._has_timed_out = self._has_timed_out, False
         if not has_timed_out or not stopped_at:
             return

@@ -331,6 +331,8 @@ class ElasticRendezvous:
         except GangError as error:
             self._connecting_s = time.monotonic() - self._phases["resolved"]
             generation.fail(error)
+            if self._stopped_at:
+                self._stopped_at = "while it connected to the other ranks"
             self._groups.prepare()
             raise
         self._phases["configured"] = time.monotonic()
@@ -374,7 +376,7 @@ class ElasticRendezvous:
             try:  # before the training thread goes on
                 if groups.comm.block is not None:
                     under_way = groups.under_way if data is None else [*groups.under_way, *data.under_way()]
-                    self._stopped_at = stopped_at(groups.comm.block, under_way)
+                    self._stopped_at = stopped_at(groups.comm.block, under_way, self.page.healing)
             except Exception:  # of a process group that is the script's own, for example: only a message lacks
                 log.exception("it is not known where rank %d has stopped", self.local_rank)
             finally:

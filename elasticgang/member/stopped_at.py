@@ -27,9 +27,11 @@ _STDLIB = f"{sysconfig.get_path('stdlib')}/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")  # inside the standard library's folder
 
 
-def stopped_at(block: CommBlock, under_way: Iterable[tuple[str, Description]]) -> str:
-    """In words. `under_way`: collectives, each with the name of its process group, as far as they are known. Any thread
-    may call it."""
+def stopped_at(
+    block: CommBlock, under_way: Iterable[tuple[str, Description]], healing: tuple[int, int] = (0, 0)
+) -> str:
+    """In words. `under_way`: collectives, each with the name of its process group, as far as they are known. `healing`:
+    as `StatusPage` has it. Any thread may call it."""
     described: dict[str, list[Description]] = {}
     for group, description in under_way:
         described.setdefault(group, []).append(description)
@@ -47,7 +49,9 @@ def stopped_at(block: CommBlock, under_way: Iterable[tuple[str, Description]]) -
         found += [f"{each} of gang {group[:MAX_NAME_BYTES]}" for each in of_group[:1]]
     found = list(dict.fromkeys(found))  # a sum over several hosts counts twice
     more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    what = f"in {', '.join(found[:_MAX_NAMED])}{more}" if found else "in no collective"
+    received, total = healing
+    elsewhere = f"while it healed ({received:,} of {total:,} bytes)" if received < total else "in no collective"
+    what = f"in {', '.join(found[:_MAX_NAMED])}{more}" if found else elsewhere
     line = script_line()
     return f"{what}, at {line}" if line else what
 

@@ -93,6 +93,7 @@ def test_hosts_that_a_firewall_separates_are_named_at_once_and_go_on_once_it_doe
         own, other = network.addresses["a"], network.addresses["b"]
         agents[0].expect_line(f"the ranks of {own} and {other} did not connect in the last generation; rank 0 requests")
         agents[0].expect_line(f"; this host does not reach {other} (no answer within 1 s)")
+        agents[0].expect_line(", 2 times in a row: rank 0 stopped while it connected to the other ranks")
         network.pass_on("a", "b")
         cluster.check(alone, agents)
 

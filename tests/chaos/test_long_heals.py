@@ -29,3 +29,6 @@ def test_a_heal_longer_than_the_collective_timeout_ends(what: str, tmp_path: Pat
     assert len(generations) > MAX_LOST + 1  # more tries than may be lost in a row
     causes = [event["cause"] for event in job.events() if event["event"] == "generation_change"]
     assert any(cause.endswith("timed out in a collective") for cause in causes), causes
+    late = [event for event in job.events() if event["event"] == "collective_timed_out"]
+    stopped = [rank["stopped_at"] for event in late for rank in event["ranks"]]
+    assert what != "chunks" or any(where.startswith("while it healed (") for where in stopped), stopped

@@ -110,6 +110,10 @@ def test_a_collective_of_a_group_that_is_not_counted_is_named(block: CommBlock) 
 
 def test_a_rank_names_sums_and_messages(block: CommBlock) -> None:
     assert stopped_at(block, []).startswith("in no collective, at ")
+    assert stopped_at(block, [], (4_000_000, 20_000_000)).startswith(
+        "while it healed (4,000,000 of 20,000,000 bytes), at "
+    )
+    assert stopped_at(block, [], (7, 7)).startswith("in no collective, at ")
     block.submitted("control:0-1", False)
     block.submitted("0-1", True)
     send = describe(Collective("send", (), (torch.ones(2),)))
@@ -140,7 +144,7 @@ def test_where_ranks_have_stopped_is_told_once_for_each_doubling() -> None:
         late.timed_out()
         for rank, where in ((1, "in a sum, at a.py:7"), (0, "in no collective, at a.py:3"), (2, "in a sum, at a.py:7")):
             late.stopped(rank, 5, where)
-        late.agreed(generation)
+        late.agreed(generation, 5)
     places = "rank 0 stopped in no collective, at a.py:3; rank 1, 2 stopped in a sum, at a.py:7"
     assert told.lines == [
         f"elasticgang: a collective has timed out in step 5{times}: {places}"
@@ -154,19 +158,30 @@ def test_nothing_is_told_of_other_ends() -> None:
     told = Told()
     late = LateCollectives(told, cast(Output, told))
     late.stopped(0, 5, "in a sum, at a.py:7")
-    late.agreed(2)
+    late.agreed(2, 5)
     late.timed_out()
     late.stopped(0, 6, "")
-    late.agreed(3)
+    late.agreed(3, 5)
     assert not told.lines
     assert not told.events
     for step in (7, 8):
         late.timed_out()
         late.stopped(0, step, "in a sum, at a.py:7")
-        late.agreed(step)
+        late.agreed(step, step)
     assert [line.partition(": rank")[0] for line in told.lines] == [
         f"elasticgang: a collective has timed out in step {step}" for step in (7, 8)
     ]
+
+
+def test_a_rank_that_has_not_connected_is_in_the_first_step_of_its_generation() -> None:
+    told = Told()
+    late = LateCollectives(told, cast(Output, told))
+    late.agreed(2, 71)
+    for generation, step in ((3, None), (4, 70)):  # of a rank that joins, and of one that has committed step 70
+        late.timed_out()
+        late.stopped(0, step, "while it connected to the other ranks")
+        late.agreed(generation, 71)
+    assert [event["step"] for event in told.events] == [71, 71]
 
 
 def test_many_places_are_not_all_named() -> None:
@@ -175,5 +190,5 @@ def test_many_places_are_not_all_named() -> None:
     late.timed_out()
     for rank in range(8):
         late.stopped(rank, 5, f"at a.py:{rank}")
-    late.agreed(2)
+    late.agreed(2, 5)
     assert told.lines[0].endswith("; rank 5 stopped at a.py:5; 2 more places")
