@@ -85,6 +85,7 @@ class Summary:
         self._reported: Event | None = None  # SUMMARY-4
         self._reported_rate = 0.0  # steps a second from the event before
         self._saved: Event | None = None  # of the newest checkpoint that this agent knows
+        self._unreachable: Event | None = None  # since when there is no session with the coordinator
 
     def add(self, event: Event) -> None:
         self._last = event
@@ -93,7 +94,7 @@ class Summary:
                 if self._started is not None and _process_of(event) != _process_of(self._started):
                     self.__init__()  # type: ignore[misc]  # another job's events follow in the same file
                     self._last = event
-                self._started, self._agent = self._started or event, event["agent"]
+                self._started, self._agent, self._unreachable = self._started or event, event["agent"], None
                 self._counted_to = self._counted_to if self._counted_to[1] else (0, event["monotonic"])
             case "spawned":
                 self.pids[event["member"]] = event["pid"]
@@ -126,6 +127,8 @@ class Summary:
                 self._add_committed(event["step"], event["generation"])
             case "reported":
                 self._add_reported(event)
+            case "coordinator unreachable" | "coordinator reachable":
+                self._unreachable = event if event["event"] == "coordinator unreachable" else None
             case "data_worker_lost":
                 self._data_workers_lost[event["kind"]] += 1
             case "device_fault":
@@ -252,6 +255,7 @@ class Summary:
             "step": step,
             "steps_per_s": round(rate, 4) if is_alive else 0.0,
             "last_commit_age_s": round(now_s - _newest(commits)[0], 3) if commits and is_alive else None,
+            "coordinator_away": self._coordinator_away(now_s) if is_alive else None,
             "tokens_per_s": round(rate * sum(tokens), 2) if tokens and is_alive else None,
             "numbers": self._numbers(ranks),
             "goodput": round(max(0.0, 1 - lost_s / elapsed_s), 5) if elapsed_s else None,
@@ -310,6 +314,13 @@ class Summary:
         if is_alive is None:
             return {"state": "unknown", "reason": _NOT_SEEN}
         return {"state": "died", "reason": DIED}
+
+    def _coordinator_away(self, now_s: float) -> dict[str, Any] | None:
+        """For how long this agent has had no session with the coordinator, and why. None: it has one."""
+        if self._unreachable is None:
+            return None
+        away_s = round(max(0.0, now_s - self._unreachable["t"]), 3)
+        return {"away_s": away_s, "reason": self._unreachable["reason"]}
 
     def _checkpoint(self, now_s: float | None) -> dict[str, Any] | None:
         """The newest complete one. What only a rank of its host knows is None. `now_s`: None if the agent does not run:

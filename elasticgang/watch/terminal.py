@@ -38,6 +38,8 @@ def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
         stands_still = status["last_commit_age_s"] * status["steps_per_s"] > _LATE_STEPS
         rates.append(f"last commit {status['last_commit_age_s']:.1f} s ago{' (stands still)' * stands_still}")
     yield "  " + ", ".join(rates)
+    if (away := status["coordinator_away"]) is not None:
+        yield f"  no session with the coordinator for {away['away_s']:.1f} s: {away['reason']}"
     reported = [f"{name} {_number(value)}" for name, value in status["numbers"].items() if name != "tokens"]
     if status["tokens_per_s"] is not None:
         reported.insert(0, f"{status['tokens_per_s']:,.0f} tokens/s")

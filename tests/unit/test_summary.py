@@ -437,6 +437,16 @@ def test_the_terminal_says_that_a_job_stands_still() -> None:
     assert re.search(r"1\.00 steps/s, last commit \d+\.\d s ago \(stands still\)\n", late)
 
 
+def test_a_coordinator_that_is_away_is_shown_until_it_is_back() -> None:
+    away = event(20.5, "coordinator unreachable", reason="it has not answered for 3 s")
+    found = report([*RUNS, away], PAGES, 24.0)
+    assert "\n  no session with the coordinator for 3.5 s: it has not answered for 3 s\n" in "\n".join(lines_of(found))
+    rejoined = {**STARTED[0], "t": 30.0, "monotonic": 8.0, "agent": "h-9"}
+    for back in (event(24.0, "coordinator reachable"), rejoined):
+        assert report([*RUNS, away, back], PAGES, 31.0)["coordinator_away"] is None
+    assert report([*RUNS, away], {}, 24.0, is_alive=False)["coordinator_away"] is None
+
+
 def test_the_terminal_shows_it_in_a_few_lines() -> None:
     pages = {**PAGES, "h-1/0/a": RankStatus(8, 1, "WAITING", COMMITS, (0, 0), {"loss": (float("nan"), 0.0)})}
     text = "\n".join(lines_of(report(RUNS, pages, 20.25)))

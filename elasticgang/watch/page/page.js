@@ -47,6 +47,7 @@ function showTiles(status) {
   const workers = Object.entries(status.data_workers_lost).filter(([, number]) => number);
   if (workers.length) found.push(["data workers lost, this host", workers.map(([kind, number]) => `${number} ${kind}`).join(", ")]);
   if (status.last_commit_age_s !== null) found.push(["since the last commit", `${status.last_commit_age_s.toFixed(1)} s`]);
+  if (status.coordinator_away !== null) found.push(["without the coordinator", `${status.coordinator_away.away_s.toFixed(1)} s`]);
   if (status.checkpoint !== null) found.push(["newest checkpoint", `step ${status.checkpoint.step.toLocaleString("en")}`]);
   const sum = (name) => status.saving.reduce((total, save) => total + save[name], 0);
   if (status.saving.length) found.push(["of a checkpoint saved, this host", `${Math.floor((100 * sum("written_bytes")) / sum("bytes"))} %`]);
