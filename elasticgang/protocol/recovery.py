@@ -198,7 +198,7 @@ def _roll_back(
         return _wait_for(f"nobody here can load the checkpoint of step {unread.attempt.step}", able)
     if checkpoint is not None:
         return CommittedState.of(checkpoint)
-    if committed.step == 0:
+    if committed.step == 0 or (unread is None and _is_blind(record, reports)):  # how far they came, nobody knows
         return Unrecoverable(
             f"all that took part in generation {record.generation} are lost, and there is no checkpoint"
         )

@@ -338,6 +338,15 @@ def test_quorum_without_voters_does_not_restart_from_step_zero() -> None:
     assert (told.committed, told.rolled_back) == (Attempt(0, 2), False)
 
 
+def test_quorum_without_voters_names_no_step_as_the_last_one() -> None:
+    """The record has the step with which its generation began."""
+    record, tip = trained("a", "b")
+    second = agreed(record, report("a", member("a0", tip, entered=2), seen=record), lost="b")
+    assert second.committed.step > 0
+    answer = next_record(second, [report("j", member("j0"))], "a")
+    assert answer == Unrecoverable("all that took part in generation 3 are lost, and there is no checkpoint")
+
+
 def test_a_return_to_a_lost_generation_is_recorded_as_a_rollback() -> None:
     record, tip = trained("a", "b")
     shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=record))
