@@ -41,6 +41,7 @@ from elasticgang.agent.rank_launch import RankLaunch
 from elasticgang.agent.rank_processes import RankProcess, RankProcesses
 from elasticgang.agent.rank_rendezvous import RankRendezvous
 from elasticgang.errors import OperationalError
+from elasticgang.observe.change_report import WAITS_TO_JOIN
 from elasticgang.process.lease import Lease
 from elasticgang.process.priority import raise_priority
 from elasticgang.process.stop_signals import handle_stop_signals
@@ -340,7 +341,7 @@ class Agent:
                     self._rank_events.late.timed_out()
                 self._rendezvous.end(generation)
             case AnnounceJoin(members, generation):
-                self._changes.reporter.caused("a rank waits to join", "join", time.monotonic())
+                self._changes.reporter.caused(*WAITS_TO_JOIN, time.monotonic())
                 self._ranks.send(members, "join", generation=generation)
                 self._control_plane.broadcast_join(generation)
             case DeliverRecord(members, record):

@@ -33,6 +33,7 @@ MAX_BESIDE = 4
 _START = ("the job starts", "start")
 _JOIN = ("this host joins", "join")
 _ELSEWHERE = ("a change elsewhere", "elsewhere")
+WAITS_TO_JOIN = ("a rank waits to join", "join")
 _CUT_OFF = ("this host lost its connection to the coordinator", "agent_lost")
 
 
@@ -169,6 +170,8 @@ class ChangeReporter:
         cause = self._cause or _Cause(*(_ELSEWHERE if self._record else first), None)
         if (cause.is_effect or self._cause is None) and (left := self._left_elsewhere(record, agent)):
             cause = _Cause(left, "elsewhere", cause.at)
+        elif self._cause is None and self._joins_here(record, agent):
+            cause = _Cause(*WAITS_TO_JOIN, None)
         in_doubt = tuple(sorted(set(self._pending.values())))
         seats = record.seats_of(agent)
         here = frozenset(seat.member for seat in seats if seat.status != SPARE)
@@ -176,6 +179,11 @@ class ChangeReporter:
         self._change = _GenerationChange(self._record, record, cause, in_doubt, here, own)
         self._record, self._cause = record, None
         self._pending.clear()
+
+    def _joins_here(self, record: Record, agent: str) -> bool:
+        """A rank of `agent` is new: an agent without a rank in the generation announces none."""
+        before = self._record
+        return before is not None and any(before.seat(seat.member) is None for seat in record.seats_of(agent))
 
     def _left_elsewhere(self, record: Record, agent: str) -> str:
         """CHANGE-3. Empty: nobody, or a member of `agent` too."""

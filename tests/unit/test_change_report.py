@@ -349,6 +349,18 @@ def test_a_rank_that_has_left_another_host_is_named_where_nobody_has_said_so() -
     assert (change["cause"], change["kind"]) == ("rank 1 of agent b left", "elsewhere")
 
 
+def test_a_host_without_a_rank_in_the_generation_says_that_its_own_rank_joins() -> None:
+    """Whose agent announces it to nobody."""
+    changes = ChangeReporter()
+    list(changes.agreed(record_of(["a0", "b0"]), "a"))
+    changes.caused("rank 0 was killed by SIGKILL", "killed", 10.0, is_root=True)
+    list(changes.agreed(record_of(["b0"], 2), "a"))
+    list(changes.ended())
+    list(changes.agreed(record_of(["a1", "b0"], 3), "a"))
+    (change,) = changes.ended()
+    assert (change["cause"], change["kind"]) == ("a rank waits to join", "join")
+
+
 def test_what_another_agent_says_of_its_end_is_the_cause() -> None:
     members = ["a0", "b0"]
     changes = ChangeReporter()
