@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         StaleGenerationError,
         StateLostError,
         StepAborted,
+        UnhealedError,
     )
     from elasticgang.gang import (
         ElasticGang,
@@ -110,6 +111,7 @@ _HOMES = {
         "StaleGenerationError",
         "StateLostError",
         "StepAborted",
+        "UnhealedError",
     ),
     "elasticgang.gang": (
         "ElasticGang",
@@ -195,6 +197,7 @@ __all__ = [
     "StepAborted",
     "StreamLoader",
     "SwallowingProcessGroup",
+    "UnhealedError",
     "all_sum",
     "broadcast_flag",
     "create_fake_gangs",

@@ -11,6 +11,7 @@
       OperationalError                the environment failed
         DeviceError                     raised by a script: its device is broken
         DamagedStateError               the states of replicas differ; this rank must not go on with its own
+        UnhealedError                   this rank cannot get the training state, and the others have waited for it
       InternalError                   a bug in elasticgang
       GangError (RuntimeError)        drop the step, enter the next generation
         PeerLostError                   a peer, or the comm process, has died or left
@@ -69,6 +70,11 @@ class DamagedStateError(OperationalError):
     def __init__(self, message: str, *, heals: bool = False) -> None:
         super().__init__(message)
         self.heals = heals
+
+
+class UnhealedError(OperationalError):
+    """Nothing more of the training state has come from the ranks that hold it, for as long as the others wait for this
+    rank. They go on without it. It is restarted as after a failure of the script."""
 
 
 class InternalError(ElasticGangError):

@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
@@ -228,9 +229,10 @@ class MemberDriver:
                 self._end_step(instruction)
             case do.Heal(sources, attempt):
                 reached("healing")
+                began_s = time.monotonic()
                 with self._page.in_thread_state(ThreadState.WAITING):
                     healed = state_server.heal(_addresses(sources), attempt, self._is_over)
-                return healed, state_server.num_received
+                return healed, state_server.num_received, time.monotonic() - began_s
             case do.FetchForward(sources, attempt):
                 with self._page.in_thread_state(ThreadState.WAITING):
                     self._load_forward = state_server.fetch_after(_addresses(sources), attempt, self._is_over)

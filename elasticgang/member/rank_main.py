@@ -19,7 +19,7 @@ import traceback
 from typing import Any, NoReturn
 
 from elasticgang import environment
-from elasticgang.errors import DamagedStateError, GangError, MismatchError
+from elasticgang.errors import DamagedStateError, GangError, MismatchError, UnhealedError
 from elasticgang.member.drain import Drain
 from elasticgang.member.rank_context import RankContext, inherit
 from elasticgang.process import death_watch, framing, memory_files, stacks, status_page, sum_block
@@ -223,7 +223,7 @@ def _send_failure(notices: socket.socket, exc: BaseException, fault: str | None)
         text = f"{text[:half]}\n[{num_more} characters are left out]\n{text[-half:]}"
     fields = {"traceback": text, "error": _error_line(exc), "blameless": blameless, "device_fault": fault}
     fields["differs"] = isinstance(exc, MismatchError)
-    fields["heals"] = isinstance(exc, DamagedStateError) and exc.heals
+    fields["heals"] = isinstance(exc, UnhealedError) or (isinstance(exc, DamagedStateError) and exc.heals)
     with contextlib.suppress(OSError):
         notices.sendall(framing.pack("failed", **fields))
 

@@ -73,7 +73,7 @@ class Exited:
     raised an exception, whatever the status says. `step`: the last one it began. `at_s`: CLOCK_MONOTONIC seconds.
     `device_fault`: how the rank's device has failed; None: it has not. `taken`: that device. `differs`: it has raised
     that its training state is of another form than that of the other ranks. `heals`: it has raised that its training
-    state is damaged, and others have the right one.
+    state is damaged, and others have the right one, or that it cannot get it from them.
     """
 
     member: str

@@ -45,6 +45,8 @@ MANAGER-19  If an exception leaves a step that is not committed, and the script 
     restored then too.
 MANAGER-20  With `--compare-state`, a boundary is passed, also by a rank that leaves there, after the comparison that is
     due at it (COMPARE-1). A generation that ends in a comparison counts as a lost attempt at the step (MANAGER-17).
+MANAGER-21  A rank whose heals get no further ends with an error once they have taken `MAX_STUCK_S` together: the others
+    wait for it in each step. Those that fail in less than `LATE_S` do not count.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ from elasticgang.errors import (
     PeerLostError,
     StateLostError,
     StepAborted,
+    UnhealedError,
 )
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Action, Attempt
@@ -75,6 +78,7 @@ from elasticgang.protocol.state_comparison import StateComparison
 
 MAX_LOST_STEPS = 100
 MAX_NOT_ENTERED = 20
+MAX_STUCK_S = 240.0
 MAX_DELAY_S = 5.0
 LATE_S = 5.0
 _NUM_AT_ONCE = 5
@@ -117,7 +121,7 @@ class MemberLifecycle:
     def __init__(self, member: str, local_rank: int, address: str) -> None:
         self.state = MemberState(member)
         self.observed = Observed()
-        self.max_lost_steps, self.max_not_entered = MAX_LOST_STEPS, MAX_NOT_ENTERED
+        self.max_lost_steps, self.max_not_entered, self.max_stuck_s = MAX_LOST_STEPS, MAX_NOT_ENTERED, MAX_STUCK_S
         self.comparison = StateComparison(self.state)
         self.saves_last = False  # the job has durable checkpoints
         self.has_left = False
@@ -128,6 +132,7 @@ class MemberLifecycle:
         self._num_not_entered = 0  # generations since the last commit that were not connected
         self._num_late = 0  # of these, those that took `LATE_S`
         self._num_received = 0  # of a heal that has not ended
+        self._stuck_s = 0.0  # of heals in a row that got no further
         self._num_steps = 0
         self._regroups = True
         self.has_seat = False
@@ -167,9 +172,14 @@ class MemberLifecycle:
     @property
     def _gives_up(self) -> bool:
         """MANAGER-17."""
-        if self.state.tip is None and self._num_quick >= self.max_not_entered:
+        if self._is_stuck or (self.state.tip is None and self._num_quick >= self.max_not_entered):
             return True
         return self._num_lost + self._num_not_entered >= self.max_lost_steps
+
+    @property
+    def _is_stuck(self) -> bool:
+        """MANAGER-21"""
+        return self.state.tip is None and self._stuck_s >= self.max_stuck_s
 
     @property
     def _num_quick(self) -> int:
@@ -201,6 +211,7 @@ class MemberLifecycle:
 
         Raises:
             OperationalError: too many attempts in a row were lost (MANAGER-17), or the job has more steps (MANAGER-18).
+            UnhealedError: MANAGER-21.
             DamagedStateError: COMPARE-5.
             EvictedError, StateLostError, SystemExit: as `_next_generation` does.
         """
@@ -236,6 +247,11 @@ class MemberLifecycle:
             raise OperationalError(
                 f"the job has committed {state.committed.step} steps, but this script takes {self._num_steps}: give "
                 "`manager.steps` the number that the job has"
+            )
+        if self._is_stuck:
+            raise UnhealedError(
+                f"nothing more of the training state of step {state.committed.step} has come from the ranks of "
+                f"{_hosts(state)} in {self._stuck_s:.0f} s, in which the others waited for this rank"
             )
         num_lost = self._num_lost + self._num_not_entered
         where = ""
@@ -449,8 +465,9 @@ class MemberLifecycle:
         """On failure this rank stays a learner, and tries again in the next step."""
         state, had_received = self.state, self._num_received
         state.begin_heal()
-        healed, self._num_received = yield do.Heal(state.sources(), state.committed)
+        healed, self._num_received, took_s = yield do.Heal(state.sources(), state.committed)
         step.heals_on = self._num_received > had_received
+        self._stuck_s = 0.0 if healed or step.heals_on else self._stuck_s + took_s * (took_s >= LATE_S)
         if healed:
             state.healed()
             yield Do.REPORT_HEALED

@@ -5,7 +5,7 @@ outside is not a failure, and neither is an error that a lost peer caused.
 
 RESTART-1  A failure ends the job if the rank has never committed a step: its script does not work.
 RESTART-2  A step that fails a second time, on any rank of any host, ends the job: no single machine is at fault. A rank
-           whose state is damaged (COMPARE-5) does not count: several may be found at once.
+           whose state is damaged (COMPARE-5), or that cannot heal (MANAGER-21), does not count: several may at once.
 RESTART-3  A restarted rank that fails before its first step is given up if it has failed in this way before, since its
            last committed step: the others train, and it would not with what it finds now, such as an edited script.
 RESTART-4  Otherwise a rank is restarted, `max_restarts` times in `WINDOW_S`; the next failure ends the job. With 0, the
@@ -22,7 +22,7 @@ WINDOW_S = 3600.0
 @dataclass(frozen=True)
 class Failure:
     """A failure of `member`, a process of the rank `local_rank`. `step`: the last one it began; None: it began none.
-    `heals`: its state was damaged."""
+    `heals`: its state was damaged, or it had none and could not heal."""
 
     member: str
     local_rank: int

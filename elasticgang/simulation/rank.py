@@ -119,7 +119,7 @@ class Rank:
                 if self.phase is MOVING:
                     self._go_on(cluster, False)
                 elif self.phase is REDUCING:  # that raises nothing
-                    self._go_on(cluster, (False, 0))
+                    self._go_on(cluster, (False, 0, 0.0))
                 else:
                     self._go_on(cluster, error=_LOST)
             case "begins" | "reports an error":
@@ -130,7 +130,7 @@ class Rank:
             case "moves":
                 self._move(cluster)
             case "misses" | "misses all":
-                self._go_on(cluster, False if self.phase is MOVING else (False, 0))
+                self._go_on(cluster, False if self.phase is MOVING else (False, 0, 0.0))
             case "prepares" | "prepares not":
                 # The generation may be over, and this rank not have seen it: then its vote cannot begin.
                 self.has_forward = verb == "prepares"
@@ -458,7 +458,7 @@ class Rank:
         assert generation is not None
         source = next(peer for peer in self.sources(cluster, heal) if peer.serving == heal.attempt)
         self.state, self.model, self.layout = source.state, self.member_state.holds, self.member_state.layout
-        self._go_on(cluster, (True, 0))
+        self._go_on(cluster, (True, 0, 0.0))
         check_healed(self, source, generation)
 
     def keepers(self, cluster: Cluster, move: do.Move) -> dict[Model, list[Rank]]:

@@ -1,6 +1,6 @@
-"""Training in which rank 1 heals for longer than a generation lives: `long_heal_job.py chunks|digests`.
+"""Training in which rank 1 heals for longer than a generation lives: `long_heal_job.py chunks|digests|nothing`.
 
-Its wire lets few chunks through in each generation, or its source takes long to compute digests.
+Its wire lets few chunks through in each generation, or none, or its source takes long to compute digests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ SLOW_DIGEST_S = 0.2  # of 49 chunks: the generations of more than MAX_LOST timeo
 
 def main() -> None:
     staging.CHUNK_BYTES = 4096
-    member_lifecycle.MAX_LOST_STEPS = MAX_LOST
+    if sys.argv[1] == "nothing":
+        member_lifecycle.MAX_STUCK_S, member_lifecycle.LATE_S = 1.5, 0.1
+    else:
+        member_lifecycle.MAX_LOST_STEPS = MAX_LOST
     if sys.argv[1] == "digests":
         take_long()
     torch.manual_seed(int(os.environ["LOCAL_RANK"]))
@@ -39,8 +42,8 @@ def main() -> None:
     optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.01))
     batches = eg.GlobalBatch(8, size=4, slot=2, seed=0)
     manager.register_state(model=model, optim=optim)
-    if sys.argv[1] == "chunks" and os.environ["LOCAL_RANK"] == "1":
-        narrow(manager)
+    if sys.argv[1] != "digests" and os.environ["LOCAL_RANK"] == "1":
+        narrow(manager, NUM_PER_GENERATION if sys.argv[1] == "chunks" else 0)
     for step in manager.steps(NUM_STEPS):
         with step:
             for slot in batches.slots(step):
@@ -62,14 +65,14 @@ def take_long() -> None:
     snapshot_server.digest_for = lambda credentials: digest  # type: ignore[attr-defined]
 
 
-def narrow(manager: eg.QuorumManager) -> None:
+def narrow(manager: eg.QuorumManager, num_per_generation: int) -> None:
     receive, lock, num_through = ReceivedChunks.receive, threading.Lock(), Counter[int]()
 
     def gated(received: ReceivedChunks, *args: Any) -> None:
         with lock:
             generation = manager.generation
             num_through[generation] += 1
-            is_through = num_through[generation] <= NUM_PER_GENERATION
+            is_through = num_through[generation] <= num_per_generation
         if not is_through:
             wait_until(lambda: manager.poisoned, "the end of the generation")
             raise OSError("the wire lets no more through")

@@ -32,3 +32,12 @@ def test_a_heal_longer_than_the_collective_timeout_ends(what: str, tmp_path: Pat
     late = [event for event in job.events() if event["event"] == "collective_timed_out"]
     stopped = [rank["stopped_at"] for event in late for rank in event["ranks"]]
     assert what != "chunks" or any(where.startswith("while it healed (") for where in stopped), stopped
+
+
+# MANAGER-21
+def test_a_rank_that_gets_nothing_of_the_state_ends_and_says_so(tmp_path: Path) -> None:
+    with Job(tmp_path, SCRIPT, "nothing", ranks=2, options=["--collective-timeout=1"]) as job:
+        assert job.wait() == 1, job.stderr
+        job.assert_nothing_left()
+    assert "UnhealedError: nothing more of the training state of step 0 has come from the ranks of " in job.stderr
+    assert "rank 1 exited with code 1 before its first committed step" in job.stderr

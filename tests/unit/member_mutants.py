@@ -165,6 +165,10 @@ MEMBER_MUTANTS = {
         ((member_lifecycle, "LATE_S", math.inf),),
         test_member_lifecycle.test_generations_that_take_long_to_be_not_connected_count_for_several,
     ),
+    "a rank whose heals get no further tries again for ever": UnitMutant(
+        ((member_lifecycle, "MAX_STUCK_S", math.inf),),
+        test_member_lifecycle.test_a_rank_ends_when_the_others_have_waited_for_long_for_heals_that_got_no_further,
+    ),
     "a checkpoint is not loaded": UnitMutant(
         ((MemberLifecycle, "_loads", False),),
         test_member_checkpoints.test_a_rank_loads_the_checkpoint_before_its_first_step,

@@ -16,6 +16,7 @@ from elasticgang.errors import (
     OperationalError,
     PeerLostError,
     StepAborted,
+    UnhealedError,
 )
 from elasticgang.layout import Member, ParallelLayout, plan
 from elasticgang.protocol import member_instructions as do
@@ -79,7 +80,7 @@ class Driver:
                 raise outcome
             match instruction:
                 case do.Heal() if outcome is None:
-                    outcome = (True, 0)
+                    outcome = (True, 0, 0.0)
                 case do.FetchForward() if outcome is None:
                     outcome = True
                 case Do.AWAIT_SUMS if outcome is None:
@@ -454,8 +455,20 @@ def test_steps_in_which_a_heal_gets_on_are_not_counted_as_lost() -> None:
     driver.lifecycle.max_lost_steps = 2
     for num_received in (5, 6, 6, 6):
         assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.STEP
-        driver.step({"Heal": (False, num_received), "AWAIT_SUMS root": [1.0, 1.0]})
+        driver.step({"Heal": (False, num_received, 60.0), "AWAIT_SUMS root": [1.0, 1.0]})
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
+
+
+# MANAGER-21
+def test_a_rank_ends_when_the_others_have_waited_for_long_for_heals_that_got_no_further() -> None:
+    driver = learner()
+    took_s = [(5, 60.0), (5, 60.0), (5, 60.0), (5, 0.1), (6, 60.0), (6, 119.0), (6, 4.9), (6, 119.0), (6, 30.0)]
+    for num_received, each_s in took_s:
+        assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.STEP
+        assert not driver.step({"Heal": (False, num_received, each_s), "AWAIT_SUMS root": [1.0, 1.0]})
+    why = "nothing more of the training state of step 3 has come from the ranks of a and b in 268 s"
+    with pytest.raises(UnhealedError, match=why):
+        driver.run(driver.lifecycle.pass_boundary(NUM_STEPS))
 
 
 def fail_to_enter(driver: Driver, generation: int, status: str = ACTIVE, committed: Attempt | None = None) -> None:
@@ -638,7 +651,7 @@ def test_a_rank_that_began_to_heal_is_no_state_to_begin_a_job_with() -> None:
     for committed, is_torn in ((Attempt(0, 1), False), (Attempt(5, 1), True)):
         driver = Driver()
         driver.enter(record(LEARNER, 2, committed))
-        driver.step({"Heal": (False, 0), "AWAIT_SUMS root": [1.0, 1.0]})
+        driver.step({"Heal": (False, 0, 0.0), "AWAIT_SUMS root": [1.0, 1.0]})
         state = driver.lifecycle.state
         assert (state.tip, state.torn) == (None, is_torn)
         state.healed()

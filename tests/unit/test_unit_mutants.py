@@ -166,6 +166,7 @@ RULES = {
     "MANAGER-18": ("a rank that has fewer steps than its peers ends their generations",),
     "MANAGER-19": ("a script goes on in the generation in which an exception has left a step",),
     "MANAGER-20": ("a rank leaves before it has compared",),
+    "MANAGER-21": ("a rank whose heals get no further tries again for ever",),
     "MEMBER-1": ("a torn state is whole",),
     "MEMBER-2": ("a failed vote drops what is prepared", "what is pending stays so"),
     "MEMBER-3": ("a torn state has a share",),
