@@ -251,7 +251,7 @@ class MemberLifecycle:
         if self._is_stuck:
             raise UnhealedError(
                 f"nothing more of the training state of step {state.committed.step} has come from the ranks of "
-                f"{_hosts(state)} in {self._stuck_s:.0f} s, in which the others waited for this rank"
+                f"{_names(state.sources())} in {self._stuck_s:.0f} s, in which the others waited for this rank"
             )
         num_lost = self._num_lost + self._num_not_entered
         where = ""
@@ -583,8 +583,12 @@ class MemberLifecycle:
 def _hosts(state: MemberState) -> str:
     """The hosts of the generation, for messages: this one first."""
     assert state.record is not None
-    seats = sorted(state.record.seats, key=lambda seat: seat.member != state.member)
-    hosts = list(dict.fromkeys(seat.host for seat in seats if seat.status != SPARE))
+    return _names(sorted(state.record.seats, key=lambda seat: seat.member != state.member))
+
+
+def _names(seats: Sequence[Seat]) -> str:
+    """Of their hosts."""
+    hosts = list(dict.fromkeys(seat.host for seat in seats if seat.status != SPARE)) or ["no host"]
     num_more = len(hosts) - _NUM_SHOWN
     shown = [*hosts[:_NUM_SHOWN], f"{num_more} more"] if num_more > 0 else hosts
     return " and ".join([*([", ".join(shown[:-1])] if len(shown) > 1 else []), shown[-1]])

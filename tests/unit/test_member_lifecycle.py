@@ -466,7 +466,7 @@ def test_a_rank_ends_when_the_others_have_waited_for_long_for_heals_that_got_no_
     for num_received, each_s in took_s:
         assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.STEP
         assert not driver.step({"Heal": (False, num_received, each_s), "AWAIT_SUMS root": [1.0, 1.0]})
-    why = "nothing more of the training state of step 3 has come from the ranks of a and b in 268 s"
+    why = "nothing more of the training state of step 3 has come from the ranks of b in 268 s"
     with pytest.raises(UnhealedError, match=why):
         driver.run(driver.lifecycle.pass_boundary(NUM_STEPS))
 
