@@ -115,6 +115,9 @@ class _Phase(enum.Enum):
     EXITING = "exiting"
 
 
+_WAITING = (_Phase.STARTING, _Phase.REQUESTING)
+
+
 @dataclass
 class _Rank:
     local_rank: int
@@ -128,6 +131,11 @@ class _Rank:
     raised: bool = False
     comes_late: bool | None = None  # AGENT-12: its first seat was in a job with a committed step, and no checkpoint
     is_refused: bool = False
+
+    @property
+    def restarts(self) -> bool:
+        """It takes no further step, and is restarted once its process is gone, as a rule."""
+        return self.phase is _Phase.EXITING or (self.phase is _Phase.LEFT and self.raised)
 
 
 @dataclass
@@ -260,8 +268,8 @@ class AgentState:
         except `draining`."""
         if self.finished:
             return 0
-        waiting = {*self._in(_Phase.STARTING, _Phase.REQUESTING), *self._to_restart()}
-        return self._num_to_start + len(waiting.difference(draining))
+        waiting = [rank for member, rank in self._ranks.items() if member not in draining]
+        return self._num_to_start + sum([rank.phase in _WAITING or rank.restarts for rank in waiting])
 
     @property
     def num_starting(self) -> int:
@@ -269,7 +277,8 @@ class AgentState:
         layout = self._layout
         if layout is None or not layout.fallback or self.finished:
             return 0
-        return self._num_to_start + len(self._in(_Phase.STARTING)) + len(self._to_restart())
+        ranks = self._ranks.values()
+        return self._num_to_start + sum([rank.phase is _Phase.STARTING or rank.restarts for rank in ranks])
 
     @property
     def _num_to_start(self) -> int:
@@ -289,11 +298,6 @@ class AgentState:
 
     def _in(self, *phases: _Phase) -> dict[str, _Rank]:
         return {member: rank for member, rank in self._ranks.items() if rank.phase in phases}
-
-    def _to_restart(self) -> list[str]:
-        """Members that take no further step, and are restarted once they are gone, as a rule."""
-        exiting, left = _Phase.EXITING, _Phase.LEFT
-        return [m for m, r in self._ranks.items() if r.phase is exiting or (r.phase is left and r.raised)]
 
     def _note_commit(self, attempt: Attempt | None) -> None:
         if attempt is not None and attempt.step > 0 and (self.newest_commit is None or attempt > self.newest_commit):

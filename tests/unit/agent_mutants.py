@@ -179,7 +179,7 @@ AGENT_MUTANTS = {
         test_reshape.test_a_report_says_how_many_ranks_are_being_started_until_they_are_late,
     ),
     "a rank that raises is not waited for": UnitMutant(
-        ((AgentState, "_to_restart", lambda self: self._in(agent_state._Phase.EXITING)),),
+        ((agent_state._Rank, "restarts", property(lambda rank: rank.phase is agent_state._Phase.EXITING)),),
         test_reshape.test_a_rank_whose_loop_an_exception_has_left_is_waited_for_before_it_has_exited,
     ),
     "ranks that start are never late": UnitMutant(
