@@ -159,8 +159,10 @@ class GlobalBatch:
     def has_samples(self, step_index: int) -> bool:
         """Whether there are samples for the step: False if the sampler raises. What it raises is raised again where
         the step asks for them."""
+        if self._sampler is None:
+            return True
         try:
-            self._samples(step_index, torch.arange(self.slot))
+            self._sampled(step_index)
         except Exception:  # of the script
             return False
         return True

@@ -63,6 +63,16 @@ def slots_in(batches: GlobalBatch, **fields: Any) -> Slots:
     return batches.slots(cast(Step, FakeStep(**fields)))
 
 
+@pytest.mark.parametrize("sampler", [None, lambda seed, step: range(step, step + 4)])
+def test_a_default_device_of_the_script_changes_no_samples(sampler: Any) -> None:
+    batches = GlobalBatch(10, size=4, slot=2, sampler=sampler)
+    expected = batches.samples(1).tolist()
+    batches = GlobalBatch(10, size=4, slot=2, sampler=sampler)
+    with torch.device("meta"):
+        assert batches.has_samples(1)
+        assert taken(batches, 1, 2) == batches.samples(1).tolist() == expected
+
+
 @settings(max_examples=60)
 @given(sizes=SIZES, counts=st.lists(st.integers(1, 12), min_size=1, max_size=20), seed=st.integers(0, 3))
 def test_each_sample_is_taken_once_a_pass_with_other_ranks_at_every_step(
