@@ -117,8 +117,8 @@ class ReceivedChunks:
                 return False
             number, start, end = self._places[index]
             is_own, target, own = index not in self._found, self.tensors[number], self._own[number]
-            kept = self._copies.get(number, target)
-        data = reader.read(own if is_own and own is not None else kept, start, end)
+            kept = self._copies.get(number, target)  # the copy replaces the tensor's own bytes (RECEIVED-1)
+        data = reader.read(own if is_own and own is not None and own is not target else kept, start, end)
         found = self._digest_of(data)
         with self.changed:
             self._unchecked.discard(index)
