@@ -195,7 +195,11 @@ class GlobalBatch:
         if self._sampler is not None:
             return self._sampled(step_index)[places]
         of_step, position = self._start
-        places = places + (position + (step_index - of_step) * self.size)
+        begin = position + (step_index - of_step) * self.size
+        first, last = ((begin + int(place)) // self.num_samples for place in torch.aminmax(places))
+        if first == last:  # the usual case, which takes a third of the time
+            return self._order(first).at(places + (begin - first * self.num_samples))
+        places = places + begin
         passes = places // self.num_samples
         samples = torch.empty_like(places)
         for pass_index in torch.unique(passes).tolist():
