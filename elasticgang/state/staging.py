@@ -164,7 +164,8 @@ class Writer:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy `source` into `target`, which may be on a device."""
-        is_staged = device.holds(target) and target.is_contiguous() and source.dtype == target.dtype
+        has_own_bytes = target.is_contiguous() and not (target.is_conj() or target.is_neg())  # else `flat_bytes` copies
+        is_staged = device.holds(target) and has_own_bytes and source.dtype == target.dtype
         if not is_staged or source.nbytes <= CHUNK_BYTES:
             target.copy_(source)
             return

@@ -90,6 +90,17 @@ def test_nothing_is_under_way_after_a_reader_that_is_given_up(device: FakeDevice
     assert stream.num_queued == stream.num_done > 0
 
 
+def test_a_writer_copies_into_a_view_whose_bytes_are_not_those_of_its_values(device: FakeDevice) -> None:
+    """Its bytes as a vector are a copy: what was written to them was lost."""
+    base = torch.zeros(2 * CHUNK, dtype=torch.complex64)
+    target, source = base.conj(), torch.arange(len(base)).to(base.dtype)
+    device.put(base)
+    writer = Writer()
+    writer.copy(target, source)
+    writer.finish()
+    assert torch.equal(target, source)
+
+
 # PINNED-1, PINNED-3
 @pytest.mark.parametrize("num_bytes", [0, CHUNK, CHUNK + 1, 7 * CHUNK - 1])
 def test_a_writer_copies_all_bytes_through_two_buffers(num_bytes: int, device: FakeDevice) -> None:
