@@ -16,7 +16,6 @@ RECEIVED-3  A chunk may be received before its digest is known. It counts once t
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -26,6 +25,7 @@ from torch import Tensor
 from elasticgang.errors import WireError
 from elasticgang.state import staging
 from elasticgang.state.digests import Digest
+from elasticgang.state.registered_state import is_same_memory
 from elasticgang.state.serialization import as_bytes
 
 Targets: TypeAlias = Callable[[Any, list[Any], int | None, list[Tensor]], tuple[list[Tensor], list[Tensor | None]]]
@@ -72,7 +72,7 @@ class ReceivedChunks:
         those of this rank's state. Nothing is written then."""
         is_same = shapes == self._shapes
         tensors, self._own = self._find_targets(spec, shapes, num_digests, self.tensors if is_same else [])
-        copies = self._copies if is_same and all(map(operator.is_, tensors, self.tensors)) else {}
+        copies = self._copies if is_same and all(map(is_same_memory, tensors, self.tensors)) else {}
         devices = {tensor.device for tensor in tensors if staging.device.holds(tensor)}
         for mark in (self._after, *map(staging.device.mark, devices)):  # PINNED-4
             if mark is not None:

@@ -271,9 +271,16 @@ def test_unchanged_chunks_of_another_attempt_are_kept(pulls: list[striped_fetch.
     assert healer.server.num_received == 0
 
 
-def test_a_fetch_from_one_holder_resumes(pulls: list[striped_fetch.StripedFetch]) -> None:
+@pytest.mark.parametrize(("cut", "is_contiguous"), [(600_000, True), (360_000, False)])
+def test_a_fetch_from_one_holder_resumes(
+    cut: int, is_contiguous: bool, pulls: list[striped_fetch.StripedFetch]
+) -> None:
+    """Also in the middle of a tensor that is received in a copy."""
     sources, healer = holders(1), Rank(1, size=SIZE)
-    assert not healer.server.heal([Wire(sources[0], cut=600_000).address], AT)
+    if not is_contiguous:
+        weight = healer.model.get_parameter("0.weight")
+        weight.data = weight.data.t().contiguous().t()
+    assert not healer.server.heal([Wire(sources[0], cut=cut).address], AT)
     num_kept = healer.server.num_received - num_small_chunks(sources[0])
     assert num_kept > 40
     assert healer.server.heal(addresses(sources), AT)
