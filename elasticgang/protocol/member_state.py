@@ -274,7 +274,8 @@ class MemberState:
     @property
     def awaits_learners(self) -> bool:
         """Whether a member of the generation has yet to become active."""
-        return any(member not in self.active for member in self._seats.learners)
+        assert self.record is not None
+        return len(self.active) < self.record.plan.size
 
     @property
     def prepares_digests(self) -> bool:

@@ -49,7 +49,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Next, Routine
-from elasticgang.protocol.record import ACTIVE, Record, Seat
+from elasticgang.protocol.record import ACTIVE, LEARNER, Record, Seat
 from elasticgang.protocol.rendezvous_keys import Asked, Key, KeyExchange, RendezvousKeys
 from elasticgang.protocol.sum_route import sum_route
 from elasticgang.session.messages import decode_from_agent, decode_from_coordinator, encode, encode_delta
@@ -176,13 +176,18 @@ class Job:
 
 
 class Rank:
-    """One rank's state machine, in a job of `num_ranks` on each of `num_hosts` whose ranks are all active."""
+    """One rank's state machine, in a job of `num_ranks` on each of `num_hosts`. The first `num_learners` ranks are
+    learners, the others are active."""
 
-    def __init__(self, num_hosts: int, num_ranks: int, layout: ParallelLayout) -> None:
+    def __init__(self, num_hosts: int, num_ranks: int, layout: ParallelLayout, num_learners: int = 0) -> None:
         agents = tuple(f"agent-{host:05}" for host in range(num_hosts))
         names = [Member(f"{agent}/{rank}/1", agent) for agent in agents for rank in range(num_ranks)]
         plan = Plan((layout.pp, len(names) // layout.unit, layout.sdp, layout.tp), tuple(names))
-        seats = tuple(Seat(m.id, m.host, m.host, at % num_ranks, "10.0.0.1:1", ACTIVE) for at, m in enumerate(names))
+        statuses = [LEARNER] * num_learners + [ACTIVE] * (len(names) - num_learners)
+        seats = tuple(
+            Seat(member.id, member.host, member.host, at % num_ranks, "10.0.0.1:1", status)
+            for at, (member, status) in enumerate(zip(names, statuses, strict=True))
+        )
         record = Record("job", 1, "", layout, plan, seats, agents, Attempt(0, 0), addresses=("10.0.0.1:2",) * num_hosts)
         self._text, self._size, self._layout = record.text, plan.size, layout
         self._sent: Sequence[float] = ()

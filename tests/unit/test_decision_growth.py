@@ -125,5 +125,18 @@ def test_the_work_of_a_rank_in_a_step_does_not_grow_with_the_number_of_ranks(lay
     assert opcodes[1] < 1.1 * opcodes[0]
 
 
+def test_the_work_of_a_rank_in_a_step_does_not_grow_with_the_number_of_learners_that_have_healed() -> None:
+    opcodes = []
+    for num_agents in (30, 120):
+        rank = Rank(num_agents, 2, ParallelLayout(), num_learners=num_agents // 2)
+        rank.enter()
+        state = rank.lifecycle.state
+        assert state.record is not None
+        state.active.update(state.record.plan.ranks)
+        rank.step()
+        opcodes.append(num_opcodes(rank.step))
+    assert opcodes[1] < 1.1 * opcodes[0]
+
+
 def test_the_work_of_a_rank_between_steps_grows_with_the_number_of_agents_alone() -> None:
     check_growth(lambda num_agents: Rank(num_agents, 2, ParallelLayout(tp=2)).enter)
