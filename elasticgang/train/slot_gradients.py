@@ -15,6 +15,7 @@ from torch import Tensor
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import Gang
 from elasticgang.member.manager import QuorumManager, Step
+from elasticgang.protocol.member_state import Share
 from elasticgang.state.dtensor import like, local, local_gradient
 from elasticgang.train.partition import slots_of
 from elasticgang.train.plain_sum import PlainSum
@@ -58,6 +59,7 @@ class SlotGradients:
         self._leaves: Sequence[int] = ()  # and their leaves
         self._slot: int | None = None  # whose gradient the parameters have
         self._num_slots = 0
+        self._divided: tuple[Sequence[Share | None], int, list[range]] = (), 0, []
         self._reduced: set[int] = set()  # groups
 
     def _empty(self, parameter: Tensor) -> Callable[[int], Tensor]:
@@ -122,19 +124,26 @@ class SlotGradients:
         self._begin_sums(step)
 
     def _begin_sums(self, step: Step) -> None:
-        num = self._num_slots
-        sdp = self._manager.layout.sdp
-        shares = step.shares if self._over == "dp" else step.shares[self._manager.gangs.sdp.rank :: sdp]
-        leaves = [
-            range(0)
-            if share is None
-            else leaves_of(num, share.index, share.count, share.group_size, of_group=self._over == "rdp")
-            for share in shares
-        ]
+        num, leaves = self._num_slots, self._leaves_of_ranks(step)
         own, self._leaves = step.share, leaves[self._gang.rank]
         self._numbers = range(0) if own is None else slots_of(num, own.index, own.count, own.group_size)
         for total in self._sums:
             total.begin(leaves, self._gang.rank)
+
+    def _leaves_of_ranks(self, step: Step) -> list[range]:
+        """Found once for the same shares, which are one object in the steps of a generation until a learner becomes
+        active: of 8,000 ranks, it takes 9 ms."""
+        num, (shares, former, leaves) = self._num_slots, self._divided
+        if shares is not step.shares or former != num:
+            manager, shares = self._manager, step.shares
+            leaves = [
+                range(0)
+                if share is None
+                else leaves_of(num, share.index, share.count, share.group_size, of_group=self._over == "rdp")
+                for share in (shares if self._over == "dp" else shares[manager.gangs.sdp.rank :: manager.layout.sdp])
+            ]
+            self._divided = shares, num, leaves
+        return leaves
 
     def _add(self, index: int, gradients: Sequence[Tensor | None]) -> None:
         if self._slot is not None:

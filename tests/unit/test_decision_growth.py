@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from elasticgang.layout import ParallelLayout
+from elasticgang.member.manager import QuorumManager
+from elasticgang.protocol.member_state import Share
 from elasticgang.protocol.record import Record, Report
 from elasticgang.protocol.rendezvous_keys import Asked, Key, KeyExchange
+from elasticgang.train.slot_gradients import SlotGradients
 from scripts.benches.scale import Job, Rank
 from tests.unit.proposals import agreed, member, report, trained
 
@@ -135,6 +139,28 @@ def test_the_work_of_a_rank_in_a_step_does_not_grow_with_the_number_of_learners_
         state.active.update(state.record.plan.ranks)
         rank.step()
         opcodes.append(num_opcodes(rank.step))
+    assert opcodes[1] < 1.1 * opcodes[0]
+
+
+def dividing(num_ranks: int) -> Callable[[], None]:
+    """What begins the slots of a step, with one share for each rank in all steps."""
+    shares, gang = tuple(Share(index, num_ranks) for index in range(num_ranks)), SimpleNamespace(rank=0)
+    manager = SimpleNamespace(layout=ParallelLayout(), reduction=lambda over: gang)
+    manager.empty = lambda num, dtype: torch.empty(num, dtype=dtype)
+    gradients = SlotGradients(cast(QuorumManager, manager), "dp", [[torch.zeros(3)]], "sum", keeps=True)
+
+    def begin() -> None:
+        manager.step = SimpleNamespace(index=0, num_slots=2 * num_ranks, share=shares[0], shares=shares)
+        gradients.begin()
+
+    return begin
+
+
+def test_the_work_of_dividing_the_slots_of_a_step_does_not_grow_with_the_number_of_ranks() -> None:
+    opcodes = []
+    for begin in map(dividing, (60, 240)):
+        begin()
+        opcodes.append(num_opcodes(begin))
     assert opcodes[1] < 1.1 * opcodes[0]
 
 
