@@ -190,9 +190,10 @@ class ElasticGang(CheckedGang):
             return None
         chosen = tuple(binding.ranks[rank] for rank in ranks)
         # Counted per set of ranks, so that these ranks choose the same name: with `use_local_synchronization`, torch
-        # calls this on no other rank.
-        self._num_made[chosen] += 1
-        gang = ElasticGang(f"{self._name}.{self._num_made[chosen]}", self._device, maker=self)
+        # calls this on no other rank. Gangs that this one's maker has made count too: they may have its name.
+        num_made = self._first_maker._num_made
+        num_made[chosen] += 1
+        gang = ElasticGang(f"{self._name}.{num_made[chosen]}", self._device, maker=self)
         group = None
         if len(chosen) > 1:
             assert binding.make is not None
@@ -200,6 +201,10 @@ class ElasticGang(CheckedGang):
         gang.bind(Binding(ranks.index(binding.rank), chosen, group, binding.make))
         self._made.append(gang)
         return gang
+
+    @property
+    def _first_maker(self) -> ElasticGang:
+        return self if self._maker is None else self._maker._first_maker
 
     def as_process_group(self) -> GangProcessGroup:
         binding = self._last()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import cast
 
 import pytest
+import torch
 
+from elasticgang.gang.elastic import Binding, ElasticGang, Group
 from elasticgang.layout import FAMILIES, Axes, Member, ParallelLayout, Plan, plan, text_of_ranks
 from elasticgang.layout.rank_gangs import (
     CONTROL,
@@ -68,3 +72,25 @@ def test_the_text_of_many_ranks_is_short() -> None:
     assert text_of_ranks(list(range(3, 100_000, 8))) == "3..99995by8"
     assert text_of_ranks((1, 2, 4)) == "1-2-4"
     assert text_of_ranks((4, 5)) == "4-5"
+
+
+def test_groups_of_gangs_out_of_several_gangs_of_the_same_ranks_have_different_names() -> None:
+    """Two ranks of two gangs, which were each the first of its ranks and so had one name, made a gang out of each:
+    both had the name "root.1.1:0-1", and no rank connected to the second one."""
+    names: list[str] = []
+
+    def make(name: str, ranks: Sequence[int]) -> Group:
+        names.append(name)
+        return cast(Group, object())
+
+    root = ElasticGang("root", torch.device("cpu"))
+    for _ in range(2):
+        names.clear()
+        root.bind(Binding(0, (0, 1, 2), cast(Group, object()), make))
+        for ranks in ([0, 1, 2], [0, 1], [0, 1]):
+            outer = root.create_gang(ranks)
+            assert outer is not None
+            inner = outer.create_gang([0, 1])
+            assert inner is not None
+            inner.create_gang([0, 1])
+        assert len(set(names)) == len(names) == 9
