@@ -99,7 +99,7 @@ def test_a_wrong_chunk_is_fetched_from_another_holder(
     pulls: list[striped_fetch.StripedFetch], caplog: pytest.LogCaptureFixture
 ) -> None:
     sources, healer = holders(2), Rank(1, size=SIZE)
-    wire = Wire(sources[0], flip=10)
+    wire = Wire(sources[0], flip=1000)  # behind the answer to a request for a turn
     with caplog.at_level(logging.WARNING, "elasticgang"):
         assert healer.server.heal([wire.address, *addresses(sources[1:])], AT)
     assert_healed(healer, sources)
