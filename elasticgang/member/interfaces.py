@@ -111,7 +111,7 @@ class StateServer(Protocol):
 
     @property
     def num_received(self) -> int:
-        """Grows while an unfinished heal gets further, over several calls of `heal`."""
+        """As of `Healer`: more than ever before if an unfinished heal has got further, over several calls of `heal`."""
 
     def fetch_after(
         self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = ...

@@ -46,7 +46,8 @@ MANAGER-19  If an exception leaves a step that is not committed, and the script 
 MANAGER-20  With `--compare-state`, a boundary is passed, also by a rank that leaves there, after the comparison that is
     due at it (COMPARE-1). A generation that ends in a comparison counts as a lost attempt at the step (MANAGER-17).
 MANAGER-21  A rank whose heals get no further ends with an error once they have taken `MAX_STUCK_S` together: the others
-    wait for it in each step. Those that fail in less than `LATE_S` do not count.
+    wait for it in each step. Those that fail in less than `LATE_S` do not count. Nor does what comes again because a
+    step has changed it: a heal gets further if more of one state is here than ever before.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Next(enum.Enum):
 
 @dataclass
 class _Step:
-    """The step under way. `heals_on`: a heal that has not ended got further than in the step before."""
+    """The step under way. `heals_on`: a heal that has not ended got further than ever before."""
 
     attempt: Attempt
     has_slots: bool
@@ -131,7 +132,7 @@ class MemberLifecycle:
         self._left: int | None = None  # the step that an exception has left (MANAGER-19)
         self._num_not_entered = 0  # generations since the last commit that were not connected
         self._num_late = 0  # of these, those that took `LATE_S`
-        self._num_received = 0  # of a heal that has not ended
+        self._num_received = 0  # most, of a heal that has not ended
         self._stuck_s = 0.0  # of heals in a row that got no further
         self._num_steps = 0
         self._regroups = True
@@ -463,10 +464,11 @@ class MemberLifecycle:
 
     def _heal(self, step: _Step) -> Routine[None]:
         """On failure this rank stays a learner, and tries again in the next step."""
-        state, had_received = self.state, self._num_received
+        state = self.state
         state.begin_heal()
-        healed, self._num_received, took_s = yield do.Heal(state.sources(), state.committed)
-        step.heals_on = self._num_received > had_received
+        healed, num_received, took_s = yield do.Heal(state.sources(), state.committed)
+        step.heals_on = num_received > self._num_received
+        self._num_received = 0 if healed else max(self._num_received, num_received)
         self._stuck_s = 0.0 if healed or step.heals_on else self._stuck_s + took_s * (took_s >= LATE_S)
         if healed:
             state.healed()

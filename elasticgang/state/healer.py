@@ -88,11 +88,11 @@ class Healer:
 
     @property
     def num_received(self) -> int:
-        """Chunks that an unfinished heal has received, and digests that a holder has computed for it: grows as long as
-        the heal gets further."""
+        """Chunks that an unfinished heal has of the present state, and digests that a holder has computed for it: more
+        than ever before if the heal got further. A step that is committed without this rank may have changed them."""
         if self._received is None:
             return 0
-        return self._received.num_received + self._received.num_digested + self._received_small.num_received
+        return self._received.num_here + self._received.num_digested + self._received_small.num_here
 
     def forget(self) -> None:
         """Drop what an unfinished heal has received."""

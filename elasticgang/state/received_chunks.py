@@ -56,7 +56,6 @@ class ReceivedChunks:
         self._unchecked: set[int] = set()  # of the missing: they may be here (RECEIVED-2)
         self._num_strange = 0  # tensors of this rank that differ, in a row
         self._early: set[int] = set()  # of the missing: this fetch has received them (RECEIVED-3)
-        self.num_received = 0  # also those that turned out to be wrong
         self.num_digested = 0  # digests that a holder has computed, as it says
         self._shapes: list[Any] | None = None
         self._places: list[Place] = []
@@ -106,6 +105,11 @@ class ReceivedChunks:
         }
         self._unchecked = (self._found.keys() | firsts) & self.missing
 
+    @property
+    def num_here(self) -> int:
+        """Chunks that have been received, and are not known to be wrong, or not those of the expected state."""
+        return len(self._found)
+
     def place(self, index: int) -> Place:
         return self._places[index]
 
@@ -131,7 +135,6 @@ class ReceivedChunks:
             if is_right:
                 self._found[index] = found
                 self._finish(index)
-            self.num_received += is_right and is_own
             if start == 0 and own is not None:
                 self._has_looked(index, is_right)
         return is_right
@@ -183,7 +186,6 @@ class ReceivedChunks:
         with self.changed:
             self._check(index, found)  # they may be known now
             self._found[index] = found
-            self.num_received += 1
             if self._digests is None:
                 self._early.add(index)
                 self._count(self._bytes[0] + end - start, self._bytes[1])

@@ -30,7 +30,6 @@ class ReceivedSmall:
         self._chunks: list[memoryview] = []
         self._found: list[str | None] = []  # digests of the chunks that are here
         self.tensors: list[Tensor] = []
-        self.num_received = 0
 
     def expect(self, shapes: list[Any]) -> list[str | None]:
         """Expect tensors of the `shapes` that a peer has sent. Returns what to request. Raises WireError, as
@@ -45,6 +44,11 @@ class ReceivedSmall:
         last = max((number for number, found in enumerate(self._found) if found is not None), default=-1)
         return self._found[: last + 1]
 
+    @property
+    def num_here(self) -> int:
+        """Chunks that are kept for a later fetch."""
+        return len(self._found) - self._found.count(None)
+
     def receive(self, channel: Channel) -> None:
         """What `send` sends for the request that `expect` has returned. Raises OSError or WireError."""
         for number, chunk in enumerate(self._chunks):
@@ -53,7 +57,6 @@ class ReceivedSmall:
             self._found[number] = None
             channel.receive_chunk(chunk)
             self._found[number] = None if self._digest_of is None else self._digest_of(chunk)
-            self.num_received += 1
 
 
 def send(channel: Channel, chunks: Chunks, known: list[str | None], digest: Digest) -> None:

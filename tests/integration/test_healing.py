@@ -779,6 +779,20 @@ def test_a_small_state_goes_on_where_an_earlier_heal_ended(
     assert whole - 1000 * num_spared < wire.num_bytes < whole - 900 * num_spared
 
 
+# MANAGER-21
+def test_a_heal_gets_no_further_by_as_many_chunks_of_a_later_state(ranks: Ranks) -> None:
+    source, healer, found = ranks(3), ranks(1), []
+    for step in range(3, 6):
+        attempt = Attempt(step, 2)
+        source.server.begin(attempt)
+        with Wire(source, cut=num_chunk_bytes(source, attempt) - 1) as wire:
+            assert not healer.server.heal([wire.address], attempt)
+        found.append(healer.server.num_received)
+        with source.server.exclusive():
+            source.train()
+    assert 0 < found[0] == max(found)
+
+
 # RECEIVED-2
 def test_a_chunk_that_was_written_to_since_is_fetched_again(ranks: Ranks) -> None:
     source, healer = ranks(3), ranks(1)
