@@ -18,10 +18,11 @@ FETCH-10  One request is for as many chunks as fill `RUN` of the full size, at m
     tensors, each is a chunk, and takes less time than a request.
 FETCH-11  Why a source cannot be used is logged once for each source and reason: each step may try it again.
 FETCH-12  A holder sends chunks to `MAX_SERVED` ranks at a time, and to a rank to which another holder sends some only
-    if to no other. Before its first request for chunks, a rank asks a connection's holder for its *turn*. If no holder
-    has one, the rank tries again in the next step: the ranks that have healed by then are holders too. So their number
-    grows by a factor in each step, while the state of one holder would reach all others at once very late. At most
-    `MAX_SOURCES` are asked at once.
+    if to no other. Before its first request for chunks, a rank asks a connection's holder for its *turn*, one holder
+    after the other. One that does not answer that within `CONNECT_TIMEOUT_S` is not used: the others wait to be asked,
+    and would end their connections. If no holder has a turn, the rank tries again in the next step: the ranks that have
+    healed by then are holders too. So their number grows by a factor in each step, while the state of one holder would
+    reach all others at once very late. At most `MAX_SOURCES` are asked at once.
 """
 
 from __future__ import annotations
@@ -442,7 +443,7 @@ class StripedFetch:
             self._is_asking = True
         try:
             to.channel.send({"turn": [self._name, self._num_turns]})
-            has_turn = self._answer(to.channel, transport.HEAL_TIMEOUT_S)["turn"] is True
+            has_turn = self._answer(to.channel, transport.CONNECT_TIMEOUT_S)["turn"] is True
         finally:
             with self._changed:
                 self._is_asking = False

@@ -367,6 +367,28 @@ def test_a_holder_sends_chunks_to_few_ranks_at_a_time_and_those_to_others_later(
 
 
 # FETCH-12
+def test_a_holder_that_does_not_answer_for_a_turn_stops_the_others_only_for_a_while(
+    pulls: list[striped_fetch.StripedFetch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, healer = holders(2), Rank(1, size=SIZE)
+    take, stands, goes_on = serving.Turn.take, threading.Lock(), threading.Event()
+
+    def take_late(turn: serving.Turn, fetch: str, *, is_served: bool) -> bool:
+        if stands.acquire(blocking=False):
+            assert goes_on.wait(2 * DEADLINE_S)
+        return take(turn, fetch, is_served=is_served)
+
+    monkeypatch.setattr(serving.Turn, "take", take_late)
+    monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 1.0)
+    try:
+        assert Background(lambda: healer.server.heal(addresses(sources), AT)).result()
+    finally:
+        goes_on.set()
+    assert_healed(healer, sources)
+    assert len(pulls[0].num_from) == 1
+
+
+# FETCH-12
 def test_what_a_rank_has_needs_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "MAX_SERVED", 0)
     (source,) = holders(1)
