@@ -232,7 +232,8 @@ class MemberDriver:
                 began_s = time.monotonic()
                 with self._page.in_thread_state(ThreadState.WAITING):
                     healed = state_server.heal(_addresses(sources), attempt, self._is_over)
-                return healed, state_server.num_received, time.monotonic() - began_s
+                num_received = None if state_server.awaits_turn else state_server.num_received
+                return healed, num_received, time.monotonic() - began_s
             case do.FetchForward(sources, attempt):
                 with self._page.in_thread_state(ThreadState.WAITING):
                     self._load_forward = state_server.fetch_after(_addresses(sources), attempt, self._is_over)

@@ -111,7 +111,11 @@ class StateServer(Protocol):
 
     @property
     def num_received(self) -> int:
-        """As of `Healer`: more than ever before if an unfinished heal has got further, over several calls of `heal`."""
+        """More than ever before if an unfinished heal has got further, over several calls of `heal`."""
+
+    @property
+    def awaits_turn(self) -> bool:
+        """Whether the last call of `heal` failed because all peers sent their state to others."""
 
     def fetch_after(
         self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = ...

@@ -99,7 +99,7 @@ class ServeState(Instruction):
 @value(frozen=True)
 class Heal(Instruction):
     """Load the state of `attempt` from the members of `sources`. The outcome: whether it is loaded, how much of it has
-    arrived if not, and how many seconds it took."""
+    arrived if not, or None if they all send it to others, and how many seconds it took."""
 
     sources: tuple[Seat, ...]
     attempt: Attempt

@@ -46,8 +46,8 @@ MANAGER-19  If an exception leaves a step that is not committed, and the script 
 MANAGER-20  With `--compare-state`, a boundary is passed, also by a rank that leaves there, after the comparison that is
     due at it (COMPARE-1). A generation that ends in a comparison counts as a lost attempt at the step (MANAGER-17).
 MANAGER-21  A rank whose heals get no further ends with an error once they have taken `MAX_STUCK_S` together: the others
-    wait for it in each step. Those that fail in less than `LATE_S` do not count. Nor does what comes again because a
-    step has changed it: a heal gets further if more of one state is here than ever before.
+    wait for it in each step. Those that fail in less than `LATE_S`, or have no turn (FETCH-12), do not count. Nor does
+    what comes again because a step has changed it: a heal gets further if more of one state is here than ever before.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Next(enum.Enum):
 
 @dataclass
 class _Step:
-    """The step under way. `heals_on`: a heal that has not ended got further than ever before."""
+    """The step under way. `heals_on`: a heal that has not ended got further than ever before, or waits
+    for its turn."""
 
     attempt: Attempt
     has_slots: bool
@@ -467,6 +468,9 @@ class MemberLifecycle:
         state = self.state
         state.begin_heal()
         healed, num_received, took_s = yield do.Heal(state.sources(), state.committed)
+        if num_received is None:  # other heals get further, or their ranks end
+            step.heals_on = True
+            return
         step.heals_on = num_received > self._num_received
         self._num_received = 0 if healed else max(self._num_received, num_received)
         self._stuck_s = 0.0 if healed or step.heals_on else self._stuck_s + took_s * (took_s >= LATE_S)

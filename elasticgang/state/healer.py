@@ -40,10 +40,11 @@ class Healer:
         self._received: ReceivedChunks | None = None  # of an unfinished heal
         self._received_small = ReceivedSmall(self._digest)  # likewise
         self._in_place = False  # that one
+        self.awaits_turn = False  # the last heal failed because all holders sent their state to others (FETCH-12)
 
     def heal(self, sources: Sequence[str], num_at_once: int, attempt: Attempt, cancelled: Callable[[], bool]) -> bool:
         """`sources`, `num_at_once`: as `StripedFetch` has them."""
-        is_healed = False
+        is_healed = self.awaits_turn = False
         try:
             is_healed = self._heal(sources, num_at_once, attempt, cancelled)
         finally:
@@ -75,6 +76,7 @@ class Healer:
         )
         state = fetch.run()
         if state is None:
+            self.awaits_turn = fetch.is_refused
             return False
         self.forget()
         try:

@@ -356,6 +356,11 @@ class SnapshotServer:
         """As `Healer.num_received`."""
         return self._healer.num_received
 
+    @property
+    def awaits_turn(self) -> bool:
+        """As `Healer.awaits_turn`."""
+        return self._healer.awaits_turn
+
     def fetch_after(
         self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = lambda: False
     ) -> Callable[[], None] | None:

@@ -126,6 +126,7 @@ class StripedFetch:
         self._name = secrets.token_hex(16)  # FETCH-12
         self._num_turns = 0
         self._is_asking = False  # for a turn
+        self._had_turn = self._was_refused = False
         # The structure and shapes, and the digests (FETCH-1).
         self._agreed: list[Any] | None = None if received is not None else [{"dict": []}, []]
         self._digests: list[str] | None = None if received is not None else []
@@ -178,6 +179,11 @@ class StripedFetch:
         large: dict[str, Any] = unflatten(self._agreed[0], tensors)
         return {"small": self._small, "large": large}
 
+    @property
+    def is_refused(self) -> bool:
+        """FETCH-12: whether no holder had a turn for this rank, and one sends its state to others."""
+        return self._was_refused and not self._had_turn
+
     def _is_done(self) -> bool:
         is_large_here = self._received is None or not self._received.missing
         return self._small is not None and self._digests is not None and is_large_here
@@ -225,6 +231,7 @@ class StripedFetch:
                 self._unreadable.add(source)
                 self._left.appendleft(source)
         except _NoTurnError:
+            self._was_refused = True
             log.debug("%s sends its state to others", source)
         except _FAILURES as exc:
             if device_fault(exc) is not None:  # HEALER-3
@@ -451,7 +458,7 @@ class StripedFetch:
         if not has_turn:
             raise _NoTurnError
         with self._changed:
-            to.has_turn = True
+            to.has_turn = self._had_turn = True
             self._num_turns += 1
 
     def _is_in(self, memory: PeerMemory | None, index: int) -> bool:

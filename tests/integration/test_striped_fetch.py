@@ -356,12 +356,14 @@ def test_a_holder_sends_chunks_to_few_ranks_at_a_time_and_those_to_others_later(
             assert served.acquire(timeout=DEADLINE_S)
         before = ranks[2].large()
         assert not ranks[2].server.heal(addresses([source]), AT)
+        assert ranks[2].server.awaits_turn
         assert same(ranks[2].large(), before)
         goes_on.set()
         assert all(each.result() for each in first)
     for rank in ranks[:2]:
         rank.server.begin(AT)
     assert ranks[2].server.heal(addresses([source, *ranks[:2]]), AT)
+    assert not ranks[2].server.awaits_turn
     for rank in ranks:
         assert same(rank.large(), source.large())
 

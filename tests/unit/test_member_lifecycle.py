@@ -460,6 +460,18 @@ def test_steps_in_which_a_heal_gets_on_are_not_counted_as_lost() -> None:
 
 
 # MANAGER-21
+def test_a_rank_that_waits_for_its_turn_neither_loses_steps_nor_ends() -> None:
+    driver = learner()
+    driver.lifecycle.max_lost_steps = 2
+    heals: list[tuple[int | None, float]] = [(5, 60.0), (5, 200.0), *[(None, 60.0)] * 5]
+    for num_received, took_s in heals:
+        driver.step({"Heal": (False, num_received, took_s), "AWAIT_SUMS root": [1.0, 1.0]})
+        assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.STEP
+    driver.step({"Heal": (False, 5, 60.0), "AWAIT_SUMS root": [1.0, 1.0]})
+    assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
+
+
+# MANAGER-21
 def test_a_rank_ends_when_the_others_have_waited_for_long_for_heals_that_got_no_further() -> None:
     driver = learner()
     took_s = [(5, 60.0), (5, 60.0), (5, 60.0), (5, 0.1), (6, 60.0), (4, 119.0), (6, 4.9), (6, 119.0), (6, 30.0)]
