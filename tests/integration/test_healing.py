@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import elasticgang as eg
 from elasticgang import testing
 from elasticgang.protocol.commit import Attempt
+from elasticgang.state import serving, staging, striped_fetch, transport
 from elasticgang.state import snapshot_server as keeper_module
-from elasticgang.state import staging, striped_fetch, transport
 from elasticgang.state.dtensor import local
 from elasticgang.state.serialization import flatten
 from elasticgang.state.snapshot_server import MAX_REQUEST_BYTES
@@ -640,7 +640,7 @@ def test_large_states_come_in_many_chunks(ranks: Ranks, monkeypatch: pytest.Monk
 
 
 def test_many_heal_from_one_at_once(ranks: Ranks) -> None:
-    source, healers = ranks(2), [ranks(0) for _ in range(6)]
+    source, healers = ranks(2), [ranks(0) for _ in range(serving.MAX_SERVED)]
     source.server.begin(AT)
     waiting = [
         Background(lambda healer=healer: healer.server.heal([source.server.address], AT))  # type: ignore[misc]
