@@ -234,6 +234,8 @@ class Faults:
             case "see-off":
                 going = {spec["rank"] for spec in self._specs if spec.get("kill") in GOING}
                 wait_until(lambda: not any(psutil.pid_exists(self._pid(rank)) for rank in going), "their end")
+                if (events := self._directory / "events.jsonl").exists():
+                    wait_until(lambda: going <= _exited(events), "that their agent knows")
             case "leave":
                 assert self.manager is not None
                 self.manager.leave()
@@ -376,6 +378,12 @@ class History:
 
     def write(self, kind: str, **fields: object) -> None:
         self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
+
+
+def _exited(events: Path) -> set[int]:
+    """The local ranks of which the agent has written that they have exited."""
+    *lines, _ = events.read_text().split("\n")
+    return {event["local_rank"] for event in map(json.loads, lines) if event["event"] == "exited"}
 
 
 def memory_of(tensor: Tensor | None) -> str:

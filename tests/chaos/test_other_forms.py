@@ -225,6 +225,7 @@ def test_ranks_that_load_a_checkpoint_with_other_forms_end_the_job(tmp_path: Pat
     former, later = tmp_path / "former", tmp_path / "later"
     for directory in (former, later):
         directory.mkdir()
+    (former / "killed").touch()  # nobody is
     with Job(former, training(former, change="pass", setup=setup)) as job:
         job.expect("saved")
         (former / "over").touch()
