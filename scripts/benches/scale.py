@@ -296,8 +296,8 @@ def keys(num_hosts: int, num_ranks: int, turn: int, key: tuple[str, bytes]) -> d
     """Of the root group. If it is large, each rank asks for the keys of those that it connects to first
     (AGENT-STORE-2)."""
     name, value = key
-    prefix, group = f"job/1/{'0' * 64}", "0" * 64  # the name of a group of so many ranks is a hash
     coded, world = base64.b64encode(value).decode(), num_hosts * num_ranks
+    prefix, group = f"job/1/{'0' * 64}", group_name(tuple(range(world)), "root")
 
     def message_of(host: int) -> bytes:
         own = range(host * num_ranks, (host + 1) * num_ranks)
