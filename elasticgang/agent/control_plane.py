@@ -138,8 +138,8 @@ class ControlPlane:
         self._listener: asyncio.Server | None = None
         self._begun = False
         self._early: list[Any] = []  # CONTROL-4
-        self._disconnected_s: float | None = time.monotonic()
-        self._unled_s: float | None = self._disconnected_s  # since when no coordinator leads the job
+        self._is_connected = False
+        self._unled_s: float | None = time.monotonic()  # since when no coordinator leads the job
         self._requested_s = self._warned_s = 0.0
         self._newest_over, self._newest_join = (0, False), 0
         self._lost_agents: set[str] = set()
@@ -356,8 +356,8 @@ class ControlPlane:
             return
         if welcome.in_office:
             self._callbacks.on_session_renewed()
-        if welcome.in_office and self._disconnected_s is not None:
-            self._disconnected_s = None
+        if welcome.in_office and not self._is_connected:
+            self._is_connected = True
             if self._begun:
                 self._callbacks.log("coordinator reachable", incarnation=welcome.term.name)
         if not self._welcome.done():
@@ -365,8 +365,8 @@ class ControlPlane:
 
     def disconnected(self, reason: str) -> None:
         self._reason, self._refusal = self._refusal or reason, ""
-        if self._disconnected_s is None:
-            self._disconnected_s = time.monotonic()
+        if self._is_connected:
+            self._is_connected = False
             if self._begun:
                 self._callbacks.log("coordinator unreachable", reason=reason)
         self._successors.lose_session(time.monotonic())

@@ -39,8 +39,7 @@ VIEW_SEPARATOR = "/"
 
 def groups_over(shape: Sequence[int], along: Container[str]) -> tuple[tuple[int, ...], ...]:
     """Ranks that differ only along `along`: one tuple per group, in rank order. `shape`: sizes of `AXES`."""
-    strides = [math.prod(shape[index + 1 :]) for index in range(len(shape))]
-    axes = list(zip(AXES, shape, strides, strict=True))
+    axes = _strided(shape)
     firsts = _sums([(size, stride) for axis, size, stride in axes if axis not in along])
     offsets = _sums([(size, stride) for axis, size, stride in axes if axis in along])
     return tuple(tuple([first + offset for offset in offsets]) for first in firsts)
@@ -48,12 +47,8 @@ def groups_over(shape: Sequence[int], along: Container[str]) -> tuple[tuple[int,
 
 def group_of(shape: Sequence[int], along: Container[str], rank: int) -> tuple[int, ...]:
     """The group of `groups_over` with `rank` in it."""
-    stride, first, axes = math.prod(shape), rank, []
-    for axis, size in zip(AXES, shape, strict=True):
-        stride //= size
-        if axis in along:
-            first -= rank // stride % size * stride
-            axes.append((size, stride))
+    axes = [(size, stride) for axis, size, stride in _strided(shape) if axis in along]
+    first = rank - sum(rank // stride % size * stride for size, stride in axes)
     return tuple([first + offset for offset in _sums(axes)])
 
 
@@ -79,6 +74,12 @@ def text_of_ranks(ranks: Sequence[int]) -> str:
         if step > 0 and tuple(ranks) == tuple(range(first, last + 1, step)):
             return f"{first}..{last}" if step == 1 else f"{first}..{last}by{step}"
     return "-".join(map(str, ranks))
+
+
+def _strided(shape: Sequence[int]) -> list[tuple[str, int, int]]:
+    """The name, size and stride of each of `AXES`."""
+    strides = [math.prod(shape[index + 1 :]) for index in range(len(shape))]
+    return list(zip(AXES, shape, strides, strict=True))
 
 
 def _sums(axes: Sequence[tuple[int, int]]) -> list[int]:

@@ -67,7 +67,7 @@ class Plan:
         pp, rdp, sdp, tp = self.shape
         return {
             "pp": rank // (rdp * sdp * tp) % pp,
-            "rdp": rank // (sdp * tp) % rdp,
+            "rdp": self.replica_group(rank),
             "sdp": rank // tp % sdp,
             "tp": rank % tp,
         }

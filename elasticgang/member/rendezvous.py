@@ -296,10 +296,10 @@ class ElasticRendezvous:
     def _delay(self, delay: do.Delay) -> None:
         times = f"{delay.num} generations in a row" if delay.num > 1 else "the last generation"
         ends_at = time.monotonic() + delay.delay_s
-        reach = delay.agents and f"; {describe_reach(delay.agents, min(delay.delay_s, REACH_S))}"
+        reach = f"; {describe_reach(delay.agents, min(delay.delay_s, REACH_S))}" if delay.agents else ""
         log.warning(
             "the ranks of %s did not connect in %s; rank %d requests the next one in %g s (%s)%s",
-            *(delay.hosts, times, self.local_rank, delay.delay_s, delay.error, reach or ""),
+            *(delay.hosts, times, self.local_rank, delay.delay_s, delay.error, reach),
         )
         while not (self.drain.requested or self._link.is_job_over) and (left := ends_at - time.monotonic()) > 0:
             time.sleep(min(left, LONGEST_WAIT_S))

@@ -71,11 +71,11 @@ class ActiveMembers:
 
     def share(self, member: str) -> Share | None:
         """The slots of a seated member. The whole replica groups divide them; in a group, its `sdp` ranks do."""
-        at, sdp = self.record.plan.coordinates(member), self.record.layout.sdp
+        at = self.record.plan.coordinates(member)
         index = bisect_left(self.whole_groups, at["rdp"])
         if self.whole_groups[index : index + 1] != (at["rdp"],):
             return None
-        return Share(index * sdp + at["sdp"], len(self.whole_groups) * sdp, sdp)
+        return self._share_of(index, at["sdp"])
 
     @cached_property
     def shares(self) -> tuple[Share | None, ...]:
@@ -84,8 +84,13 @@ class ActiveMembers:
         found: list[Share | None] = [None] * (self.record.plan.size // self.record.layout.unit * sdp)
         for index, group in enumerate(self.whole_groups):
             for place in range(sdp):
-                found[group * sdp + place] = Share(index * sdp + place, len(self.whole_groups) * sdp, sdp)
+                found[group * sdp + place] = self._share_of(index, place)
         return tuple(found)
+
+    def _share_of(self, index: int, place: int) -> Share:
+        """Of the rank at `place` along sdp, in the whole group of that index."""
+        sdp = self.record.layout.sdp
+        return Share(index * sdp + place, len(self.whole_groups) * sdp, sdp)
 
 
 @dataclass

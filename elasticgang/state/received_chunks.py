@@ -120,16 +120,15 @@ class ReceivedChunks:
             if index not in self._unchecked:
                 return False
             number, start, end = self._places[index]
-            is_own, target, own = index not in self._found, self.tensors[number], self._own[number]
-        is_elsewhere = is_own and own is not None and own is not target
+            target, own = self.tensors[number], self._own[number]
+            apart = None if index in self._found or own is target else own
         # The copy of RECEIVED-1 replaces the tensor's own bytes; and a reader would make another copy of all of it.
-        source = own if is_elsewhere and own is not None else self._on_host(number, target)
-        data = reader.read(source, start, end)
+        data = reader.read(self._on_host(number, target) if apart is None else apart, start, end)
         found = self._digest_of(data)
         with self.changed:
             self._unchecked.discard(index)
             is_right = self._digests is not None and found == self._digests[index]
-        if is_right and is_elsewhere:  # HEALER-4
+        if is_right and apart is not None:  # HEALER-4
             as_bytes(target)[start:end] = data
         with self.changed:
             if is_right:

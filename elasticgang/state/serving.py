@@ -120,8 +120,7 @@ def serve_small(channel: Channel, small: dict[str, Any], digest: Digest, written
     ((spec, tensors),) = flat
     parts = list(map(local, tensors))
     channel.send({"small": _announced(spec, tensors, parts)})
-    with Turns().of_connection() as turn:
-        _answer(channel, Chunks(parts, written), Chunks([], written), digest, list, turn)
+    _answer(channel, Chunks(parts, written), Chunks([], written), digest, list, Turn(Turns()))
 
 
 def _announced(spec: Any, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Any]:

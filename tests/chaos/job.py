@@ -58,6 +58,7 @@ from torch import Tensor, nn
 import elasticgang as eg
 from elasticgang import testing
 from scripts.chaos_runs.soaking.comm_processes import comm_processes
+from scripts.demo_job.driver import Tail
 from tests.support import wait_until
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 8, 2, 5
@@ -382,8 +383,7 @@ class History:
 
 def _exited(events: Path) -> set[int]:
     """The local ranks of which the agent has written that they have exited."""
-    *lines, _ = events.read_text().split("\n")
-    return {event["local_rank"] for event in map(json.loads, lines) if event["event"] == "exited"}
+    return {event["local_rank"] for event in Tail(events).read() if event["event"] == "exited"}
 
 
 def memory_of(tensor: Tensor | None) -> str:

@@ -118,31 +118,24 @@ def test_a_rank_that_leaves_hands_its_shard_over(tmp_path: Path) -> None:
         assert job.sizes() == [2, 1]
 
 
-def test_a_killed_rank_that_is_restarted_changes_no_layout(tmp_path: Path) -> None:
-    """Two pairs of one host wait for it: with three ranks they would train otherwise."""
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_rank_that_is_restarted_changes_no_layout(raises: bool, tmp_path: Path) -> None:
+    """Two pairs of one host wait for it: with three ranks they would train otherwise. If it `raises`, the others ask
+    for the next record before it has exited; otherwise it is killed."""
     with Reshaped(tmp_path, TWO_PAIRS_ELSE_ONES) as job:
         job.hold(HOLD)
         agent = job.start(4)
         job.reached(HOLD, 4)
-        kill(agent.rank_pid(3))
+        if raises:
+            (tmp_path / f"raise-{agent.rank_pid(3)}").touch()
+        else:
+            kill(agent.rank_pid(3))
         job.reached(HOLD, 5)
         job.release()
         job.check(agent, ranks=4)
         assert job.sizes() == [2]
-
-
-def test_a_rank_that_is_restarted_after_an_exception_changes_no_layout(tmp_path: Path) -> None:
-    """The others ask for the next record before it has exited."""
-    with Reshaped(tmp_path, TWO_PAIRS_ELSE_ONES) as job:
-        job.hold(HOLD)
-        agent = job.start(4)
-        job.reached(HOLD, 4)
-        (tmp_path / f"raise-{agent.rank_pid(3)}").touch()
-        job.reached(HOLD, 5)
-        job.release()
-        job.check(agent, ranks=4)
-        assert job.sizes() == [2]
-        assert "rank 3 exited with code 1 in step 8: restart 1 of 3" in agent.stderr
+        if raises:
+            assert "rank 3 exited with code 1 in step 8: restart 1 of 3" in agent.stderr
 
 
 def test_a_holder_that_dies_while_the_state_moves_costs_nothing(tmp_path: Path) -> None:
