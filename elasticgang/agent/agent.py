@@ -40,6 +40,7 @@ from elasticgang.agent.rank_events import RankEvents
 from elasticgang.agent.rank_launch import RankLaunch
 from elasticgang.agent.rank_processes import RankProcess, RankProcesses
 from elasticgang.agent.rank_rendezvous import RankRendezvous
+from elasticgang.agent.reach import try_hosts
 from elasticgang.errors import OperationalError
 from elasticgang.observe.change_report import WAITS_TO_JOIN
 from elasticgang.process.lease import Lease
@@ -61,6 +62,7 @@ from elasticgang.protocol.agent_events import (
     Exit,
     Fail,
     Fence,
+    HostsTried,
     InternalError,
     KillRanks,
     NotifyFinished,
@@ -75,7 +77,9 @@ from elasticgang.protocol.agent_events import (
     Started,
     StartRank,
     StopHelpers,
+    TellUnreached,
     TimePassed,
+    TryHosts,
     Warn,
 )
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
@@ -361,6 +365,10 @@ class Agent:
                 self._control_plane.broadcast_over(generation, cause)
             case NotifyFinished(generation):
                 self._control_plane.broadcast_finished(generation)
+            case TryHosts():
+                self._spawn_task(self._try_hosts(instruction))
+            case TellUnreached(agents):
+                self._control_plane.tell_unreached(agents)
             case ReportDeviceFault():
                 self._events.write("device_fault", **asdict(instruction))
             case Warn(text):
@@ -522,6 +530,10 @@ class Agent:
             self._control_plane.tell_waits(self._hang_monitor.lasting_waits(now))
             if (standstill := self._hang_monitor.standstill()) is not None and not self._hang_response.is_reporting:
                 self._spawn_task(self._hang_response.report(standstill))
+
+    async def _try_hosts(self, wanted: TryHosts) -> None:
+        reached, unreached = await try_hosts(dict(wanted.others))
+        self._handle(HostsTried(wanted.agent, wanted.number, reached, unreached, time.monotonic()))
 
     # -- rejoining
 

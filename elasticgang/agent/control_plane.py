@@ -316,6 +316,9 @@ class ControlPlane:
     def tell_successors(self, has_successors: bool) -> None:
         self._tell(replace(self._session.facts, has_successors=has_successors))
 
+    def tell_unreached(self, agents: tuple[str, ...]) -> None:
+        self._tell(replace(self._session.facts, unreached=agents))
+
     def tell_waits(self, waits: tuple[Wait, ...]) -> None:
         self._tell(replace(self._session.facts, waits=waits))
 

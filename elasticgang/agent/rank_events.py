@@ -76,8 +76,9 @@ class RankEvents:
                 settings = tuple((str(name), str(value)) for name, value in message["settings"].items() if value)
                 why = message["broken"], message["timed_out"]
                 self.late.stopped(rank.local_rank, rank.page.step, str(message["stopped_at"]))
+                has_connected = bool(message["connected"])
                 self._handle(
-                    RecordRequested(rank.member, report, layout, *why, checkpoint, settings, left_step=left_step)
+                    RecordRequested(rank.member, report, layout, *why, checkpoint, settings, left_step, has_connected)
                 )
             case "committed":
                 attempt = Attempt(message["step"], message["generation"])

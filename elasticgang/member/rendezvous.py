@@ -62,7 +62,6 @@ from elasticgang.member.agent_link import AgentDoor, AgentLink
 from elasticgang.member.data_store import DataStore
 from elasticgang.member.generation import Generation
 from elasticgang.member.rank_context import RankContext
-from elasticgang.member.reach import REACH_S, describe_reach
 from elasticgang.member.stopped_at import stopped_at
 from elasticgang.member.sums import Sums
 from elasticgang.member.torch_environment import TorchEnvironment
@@ -97,6 +96,11 @@ def master_host(record: Record) -> str:
 
 def why_spare(record: Record, member: str) -> str:
     """In words."""
+    seat = record.seat(member)
+    for agent, peers in record.cut_off:
+        if seat is not None and seat.agent == agent:
+            hosts = dict(zip(record.agents, (address.rpartition(":")[0] for address in record.addresses), strict=True))
+            return f"this host and {', '.join(hosts[peer] for peer in peers)} do not reach each other"
     spares, unit, num_groups = record.plan.spares, record.layout.unit, record.plan.shape[1]
     groups = f"{num_groups} replica group{'' if num_groups == 1 else 's'}" + (f" of {unit}" if unit > 1 else "")
     turn = f"number {spares.index(member) + 1} of {len(spares)}" if len(spares) > 1 else "the only one"
@@ -288,6 +292,7 @@ class ElasticRendezvous:
             checkpoint=request.checkpoint,
             settings=settings,
             left_step=isinstance(error, StepAborted),  # MANAGER-19
+            connected=request.connected,
             stopped_at=self._stopped_at if error is not None else "",
             **why,
         )
@@ -296,10 +301,9 @@ class ElasticRendezvous:
     def _delay(self, delay: do.Delay) -> None:
         times = f"{delay.num} generations in a row" if delay.num > 1 else "the last generation"
         ends_at = time.monotonic() + delay.delay_s
-        reach = f"; {describe_reach(delay.agents, min(delay.delay_s, REACH_S))}" if delay.agents else ""
         log.warning(
-            "the ranks of %s did not connect in %s; rank %d requests the next one in %g s (%s)%s",
-            *(delay.hosts, times, self.local_rank, delay.delay_s, delay.error, reach),
+            "the ranks of %s did not connect in %s; rank %d requests the next one in %g s (%s)",
+            *(delay.hosts, times, self.local_rank, delay.delay_s, delay.error),
         )
         while not (self.drain.requested or self._link.is_job_over) and (left := ends_at - time.monotonic()) > 0:
             time.sleep(min(left, LONGEST_WAIT_S))

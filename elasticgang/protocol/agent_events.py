@@ -24,7 +24,8 @@ class Started:
 class RecordRequested:
     """`broken`: a collective failed; otherwise the generation ended in order. `timed_out`: the collective timed out,
     and no peer is known to be lost. `checkpoint`: the newest that the member can load. `settings`: as in `Report`.
-    `left_step`: an exception has left a step here, and the script goes on (MANAGER-19)."""
+    `left_step`: an exception has left a step here, and the script goes on (MANAGER-19). `connected`: the member has
+    connected to the others of its generation, if it had a seat."""
 
     member: str
     report: MemberReport
@@ -34,6 +35,7 @@ class RecordRequested:
     checkpoint: CheckpointRef | None = None
     settings: tuple[tuple[str, str], ...] = ()
     left_step: bool = False
+    connected: bool = True
 
 
 @value(frozen=True)
@@ -154,6 +156,23 @@ class StateDiffers:
 
 
 @value(frozen=True)
+class HostsTried:
+    """The outcome of `TryHosts` of the same `agent` and `number`, at `at_s`. `unreached`: with the reasons, in words.
+    Agents that are in neither were not tried in time."""
+
+    agent: str
+    number: int
+    reached: tuple[str, ...]
+    unreached: tuple[tuple[str, str], ...]
+    at_s: float
+
+
+@value(frozen=True)
+class RetryDue:
+    """`Reach.next_try_s` is reached."""
+
+
+@value(frozen=True)
 class PeerFailedJob:
     """Another agent ends the job, because of `reason`."""
 
@@ -175,6 +194,8 @@ Event = (
     | PeerFailedJob
     | Finished
     | RecordAnswered
+    | HostsTried
+    | RetryDue
 )
 
 
@@ -358,6 +379,22 @@ class NotifyOver:
 
 
 @value(frozen=True)
+class TryHosts:
+    """Open a connection to each of the other agents (id, address), and bring `HostsTried`."""
+
+    agent: str
+    number: int
+    others: tuple[tuple[str, str], ...]
+
+
+@value(frozen=True)
+class TellUnreached:
+    """Tell the coordinator which agents' hosts this one does not reach."""
+
+    agents: tuple[str, ...]
+
+
+@value(frozen=True)
 class KillRanks:
     members: tuple[str, ...]
 
@@ -365,6 +402,8 @@ class KillRanks:
 Instruction = (
     Abort
     | KillRanks
+    | TryHosts
+    | TellUnreached
     | NotifyOver
     | AnnounceJoin
     | RequestRecord

@@ -54,6 +54,7 @@ from elasticgang.protocol.agent_events import (
     Rejoin,
     Restart,
     RetireMembers,
+    RetryDue,
     ScriptRaised,
     SignalRanks,
     SignalReceived,
@@ -178,6 +179,8 @@ class AgentLifecycle:
             timers["start"] = self._start_expires_s
         if self._grace_ends_s is not None:
             timers["grace period"] = self._grace_ends_s
+        if self._phase is _Phase.SERVING and (try_s := self.state.reach.next_try_s) is not None:
+            timers["reach"] = try_s
         return timers
 
     @property
@@ -293,6 +296,8 @@ class AgentLifecycle:
         if self._start_expires_s is not None and self._start_expires_s <= self._now_s:
             self._start_expires_s = None
             done += self._decide(StartExpired())
+        if (try_s := self.state.reach.next_try_s) is not None and try_s <= self._now_s:
+            done += self._decide(RetryDue())
         late = tuple(member for member, at_s in self._kill_at_s.items() if at_s <= self._now_s)
         for member in late:
             del self._kill_at_s[member]

@@ -39,8 +39,9 @@ AGENT-13  Ranks that have found a difference of their states tell the agent, so 
 from __future__ import annotations
 
 import enum
+import itertools
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from elasticgang.layout import ParallelLayout
@@ -57,6 +58,7 @@ from elasticgang.protocol.agent_events import (
     Exited,
     Fail,
     Finished,
+    HostsTried,
     Instruction,
     KillRanks,
     MemberLeft,
@@ -70,15 +72,19 @@ from elasticgang.protocol.agent_events import (
     RequestRecord,
     Restart,
     RetireMembers,
+    RetryDue,
     Started,
     StartExpired,
     StateDiffers,
+    TellUnreached,
+    TryHosts,
     Warn,
 )
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.devices import Devices, Fault
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.next_record import infeasible
+from elasticgang.protocol.reach import Reach
 from elasticgang.protocol.record import (
     NO_RECORD,
     SPARE,
@@ -95,6 +101,8 @@ from elasticgang.protocol.restarts import Failure, Restarts
 _MAX_BACKOFF_S = 10.0
 _FREE_DEATHS = 5
 _MAX_NOT_STARTED = 12  # about a minute and a half
+_NUM_UNCONNECTED = 3  # generations, after which a word is said about ports
+_MAX_NAMED = 4  # hosts, in a message
 
 _ALIKE = {  # by setting, what a rank does that differs from the others (AGENT-12)
     "number of steps": "loops over {} steps, but the other ranks over {}",
@@ -158,6 +166,7 @@ class AgentState:
     exit_code: int = 0  # unless a signal or a failure decides about it (AGENT-10)
     lost: str = ""  # why the agent fails once no member runs (AGENT-11)
     finished_in: int = 0  # the newest generation in which a member here has finished
+    reach: Reach = field(default_factory=Reach)
     _layout: ParallelLayout | None = None
     _settings: tuple[tuple[str, str], ...] = ()
     _ranks: dict[str, _Rank] = field(default_factory=dict)
@@ -175,6 +184,11 @@ class AgentState:
     _all_by_script: bool = True  # whether every rank that has left called `manager.leave()`
     _has_warned_unjoined: bool = False
     _finished_parts: set[Model] = field(default_factory=set)
+    _num_tries: int = 0  # to reach other hosts
+    _awaited_try: int = 0  # REACH-1: the number of the one that the report waits for; 0: none
+    _tried_in: int = 0  # the newest generation for which all were tried
+    _unconnected_in: int = 0  # the newest generation to which a rank here has not connected
+    _num_unconnected: int = 0  # of these, since the last commit
 
     def __post_init__(self) -> None:
         self._num_never_started = self.devices.num_without
@@ -202,6 +216,7 @@ class AgentState:
                 return self._record_requested(event)
             case Committed(member, attempt):
                 self._note_commit(attempt)
+                self._num_unconnected = 0
                 if member in self._ranks and attempt.step > 0:
                     self.restarts.committed(self._ranks[member].local_rank)
                 return []
@@ -230,6 +245,11 @@ class AgentState:
                 return self._retire_the_rest() + self._request_if_ready()
             case RecordAnswered():
                 return self._record_answered(event.answer)
+            case HostsTried():
+                return self._hosts_tried(event)
+            case RetryDue():
+                self.reach.next_try_s = None
+                return self._try_hosts(self.reach.unreached)
 
     def report(self) -> Report:
         """The report to send with a request now."""
@@ -313,7 +333,7 @@ class AgentState:
         if is_alone and (lack := infeasible(event.layout, self.num_ranks)) is not None:
             return [Fail(2, lack)]
         self._layout, self._settings = event.layout, self._settings or event.settings
-        newcomer = rank.phase is _Phase.STARTING
+        newcomer, was_seated = rank.phase is _Phase.STARTING, rank.phase is _Phase.SEATED
         rank.phase, rank.report, rank.checkpoint = _Phase.REQUESTING, event.report, event.checkpoint
         self._note_commit(event.report.tip)
         if self.lost:
@@ -326,6 +346,10 @@ class AgentState:
             what = own or ("timed out in a collective" if event.timed_out else "lost a peer")
             late = event.timed_out and not own
             instructions = self._abort(what, rank.local_rank, is_effect=not own, timed_out=late)
+        if was_seated and not event.connected:
+            instructions += self._unconnected()
+        elif was_seated and event.timed_out:
+            instructions += self._try_all_hosts()
         instructions += self._request_if_ready()
         return self._notice_join() if newcomer and not instructions else instructions
 
@@ -364,7 +388,7 @@ class AgentState:
         if self._over >= event.generation and not event.cause.timed_out:
             return []
         self._over = max(self._over, event.generation)
-        return self._abort_seated(event.cause)
+        return self._abort_seated(event.cause) + (self._try_all_hosts() if event.cause.timed_out else [])
 
     def _notice_join(self) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
@@ -390,6 +414,70 @@ class AgentState:
         self._timed_out = record.generation if cause.timed_out else self._timed_out
         return [Abort(seated, record.generation, cause)]
 
+    # -- which hosts it reaches
+
+    def _unconnected(self) -> list[Instruction]:
+        assert self.record is not None
+        if self._unconnected_in < self.record.generation:
+            self._unconnected_in, self._num_unconnected = self.record.generation, self._num_unconnected + 1
+        return self._try_all_hosts()
+
+    def _try_all_hosts(self) -> list[Instruction]:
+        """REACH-1."""
+        record = self.record
+        if record is None or not self.is_awaited() or self.finished or self._tried_in >= record.generation:
+            return []
+        self._tried_in = record.generation
+        own = record.agents.index(self.agent)
+        instructions = self._try_hosts((*record.agents[own + 1 :], *record.agents[:own]))
+        self._awaited_try = self._num_tries
+        return instructions
+
+    def _try_hosts(self, agents: Iterable[str]) -> list[Instruction]:
+        addresses = self._addresses()
+        self._num_tries += 1
+        others = tuple((agent, address) for agent in agents if (address := addresses.get(agent)))
+        return [TryHosts(self.agent, self._num_tries, others)]
+
+    def _addresses(self) -> dict[str, str]:
+        record = self.record
+        return {} if record is None else dict(zip(record.agents, record.addresses, strict=False))
+
+    def _hosts_tried(self, event: HostsTried) -> list[Instruction]:
+        if event.agent != self.agent:
+            return []
+        was_awaited = event.number == self._awaited_try
+        before, present = self.reach.unreached, self._addresses()
+        unreached = {agent: why for agent, why in event.unreached if agent in present}
+        self.reach.tried(event.reached, unreached, event.at_s)
+        instructions = self._tell_unreached(before)
+        if new := {agent: why for agent, why in unreached.items() if agent not in before}:
+            instructions.append(Warn(f"this host does not reach {self._hosts(new)}"))
+        if not was_awaited:
+            return instructions
+        self._awaited_try = 0
+        if self._num_unconnected == _NUM_UNCONNECTED and not self.reach.unreached:
+            instructions.append(
+                Warn(
+                    f"ranks of this host have not connected in {_NUM_UNCONNECTED} generations, although it reaches the "
+                    "other hosts: does a firewall close the ports of the ranks, or a path lose large packets?"
+                )
+            )
+        return instructions + self._request_if_ready()
+
+    def _tell_unreached(self, before: tuple[str, ...]) -> list[Instruction]:
+        unreached = self.reach.unreached
+        return [] if unreached == before else [TellUnreached(unreached)]
+
+    def _hosts(self, unreached: Mapping[str, str]) -> str:
+        addresses = self._addresses()
+        named = [
+            f"{addresses[agent].rpartition(':')[0] or agent} ({why})"
+            for agent, why in itertools.islice(unreached.items(), _MAX_NAMED)
+        ]
+        num_more = len(unreached) - len(named)
+        return ", ".join(named) + (f" and {num_more} more" if num_more else "")
+
     def _request_if_ready(self) -> list[Instruction]:
         return [RequestRecord()] if self.may_request() else []
 
@@ -398,7 +486,7 @@ class AgentState:
         asking = self._in(_Phase.REQUESTING)
         if not (asking or self.is_awaited()) or self._in(_Phase.SEATED):
             return False
-        if self.waits_for_start or self.lost:
+        if self.waits_for_start or self.lost or self._awaited_try:
             return False
         return not self.finished or any(map(self._can_finish, asking.values()))
 
@@ -651,7 +739,7 @@ class AgentState:
         if isinstance(answer, Record):
             if self.record is not None and answer.generation <= self.record.generation:
                 return []
-            self.record = answer
+            self.record, self._awaited_try = answer, 0
             self.newest_commit = None  # earlier commits are in the record, or it has rolled them back
             self._note_commit(answer.committed)
             return self._deliver(answer)
@@ -697,7 +785,9 @@ class AgentState:
                 rank.entered_any = True
                 rank.generation = record.generation
                 seated.append(member)
-        instructions: list[Instruction] = [DeliverRecord(tuple(seated), record)]
+        before = self.reach.unreached
+        self.reach.keep(record.agents)
+        instructions: list[Instruction] = [DeliverRecord(tuple(seated), record), *self._tell_unreached(before)]
         live = self._live()
         dead = [seat.local_rank for seat in own.values() if seat.status != SPARE and seat.member not in live]
         if dead:

@@ -52,6 +52,8 @@ NOTICE   While a proposal is undecided, each session is told why once, after the
          that is over, likewise for whom.
 NEWEST   An agent has one session here: the newest that it has opened. An older one is closed, whether it has begun or
          the agent has yet to send the decision that its hello names.
+REACHED  While some agents are left out of the newest record, because they and others do not reach each other (NEXT-10),
+         the coordinator ends it at a step boundary, as for a joiner, once one of them and all that take part do.
 SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
          first process that has used it here.
 """
@@ -102,6 +104,7 @@ from elasticgang.protocol.coordinator_messages import (
     Timeouts,
     Welcome,
 )
+from elasticgang.protocol.cut_off import broken_paths
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts
 from elasticgang.protocol.next_record import mismatch, next_record
@@ -363,7 +366,7 @@ class CoordinatorState:
                 return self._fail_job(message, number) if self._is_member(session.agent) else []
             case AgentFacts():
                 self._facts.replace(session.agent, message)
-                return self._tell_facts()
+                return self._tell_facts() + self._let_back()
 
     def _hear(self, number: int) -> bool:
         """UNACCEPTED: False if it owes an acceptance."""
@@ -863,6 +866,16 @@ class CoordinatorState:
         self.joining = generation
         return self._broadcast(JoinNotice(generation))
 
+    def _let_back(self) -> Instructions:
+        """REACHED"""
+        record = self.record
+        if record is None or not record.cut_off or not self.in_office:
+            return []
+        away = {each.agent for each in record.cut_off}
+        paths = broken_paths(self._facts.unreached, record.agents)
+        is_back = any(paths.get(agent, away) <= away for agent in away.intersection(self._session_of))
+        return self._join(record.generation) if is_back else []
+
     def _finish(self, source: int, generation: int) -> Instructions:
         self._finished_in = max(self._finished_in, generation)
         if self.finished:
@@ -976,7 +989,7 @@ class CoordinatorState:
 
     def _next(self, record: Record | None, reports: dict[str, Report]) -> Instructions:
         proposal = list(reports.values())
-        answer = next_record(record, proposal, self.lost)
+        answer = next_record(record, proposal, self.lost, self._facts.unreached)
         if isinstance(answer, Undecided):
             self._note_undecided(answer.reason)
             return self._refuse(answer)

@@ -1,6 +1,6 @@
 """What agents must know of each other besides records: each one's facts, and what its coordinator gathers of them.
 
-Pure. Facts decide nothing about a record.
+Pure. Of facts, only `unreached` decides about a record (NEXT-10).
 
 FACTS-WHOLE  An agent sends its facts as a whole: when they change, and first in each session. They replace all earlier
              facts of that agent, and hold until it is lost, has left, or another record follows without it.
@@ -60,11 +60,12 @@ class ScriptFailure:
 @value(frozen=True)
 class AgentFacts:
     """`has_successors`: ranks of the agent without a seat could get one. `waits`: those that last. `failures`: the
-    newest."""
+    newest. `unreached`: agents whose hosts this one does not reach (REACH-1); the coordinator alone learns it."""
 
     has_successors: bool = False
     waits: tuple[Wait, ...] = ()
     failures: tuple[ScriptFailure, ...] = ()
+    unreached: tuple[str, ...] = ()
 
 
 @value(frozen=True)
@@ -146,6 +147,11 @@ class GatheredFacts:
     def by_agent(self) -> Mapping[str, AgentFacts]:
         """Of those that have any."""
         return self._of
+
+    @property
+    def unreached(self) -> dict[str, tuple[str, ...]]:
+        """By agent: those that its host does not reach. Without those that reach all."""
+        return {agent: facts.unreached for agent, facts in self._of.items() if facts.unreached}
 
     def changed(self, *, on_tick: bool = False) -> JobFacts | None:
         """What to send to all sessions now; None: they know it (FACTS-JOB, FACTS-TICK)."""

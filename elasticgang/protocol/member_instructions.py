@@ -196,13 +196,11 @@ class Poison(Instruction):
 @value(frozen=True)
 class Delay(Instruction):
     """Wait for `delay_s` before the next request, or until this rank is asked to leave or the job is over: `num` of
-    `hosts`' generations in a row were not connected, the last because of `error`. `agents`: addresses of other agents,
-    for this rank to find out, and say, which of their hosts it reaches; empty if another rank of its host does."""
+    `hosts`' generations in a row were not connected, the last because of `error`."""
 
     delay_s: float
     num: int
     hosts: str
-    agents: tuple[str, ...]
     error: GangError | None
 
 
@@ -210,7 +208,8 @@ class Delay(Instruction):
 class SendRequest(Instruction):
     """Request the next generation's record. `error`: what ended the one before. `checkpoint`: the newest that this rank
     can load. `num_steps`: that the script takes. `model`: what the driver knows of the model, in words;
-    empty if it depends on the seat. `saves`: which steps it saves, in words; empty if it saves none."""
+    empty if it depends on the seat. `saves`: which steps it saves, in words; empty if it saves none. `connected`: as in
+    `RecordRequested`."""
 
     report: MemberReport
     error: GangError | None
@@ -218,6 +217,7 @@ class SendRequest(Instruction):
     num_steps: int = 0
     model: str = ""
     saves: str = ""
+    connected: bool = True
 
 
 @value(frozen=True)

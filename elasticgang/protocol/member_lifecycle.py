@@ -84,7 +84,6 @@ MAX_DELAY_S = 5.0
 LATE_S = 5.0
 _NUM_AT_ONCE = 5
 _NUM_SHOWN = 4  # hosts, in a message
-_NUM_TRIED = 64  # hosts, by each one
 _NUM_NAMES = 2  # numbers behind the script's, by which ranks see that they have the same names
 _NEVER_DROPPED = (InternalError, OperationalError, EvictedError, StateLostError)
 
@@ -131,6 +130,7 @@ class MemberLifecycle:
         self._step: _Step | None = None
         self._num_lost = 0  # steps, in a row
         self._left: int | None = None  # the step that an exception has left (MANAGER-19)
+        self._has_connected = True  # or was not to
         self._num_not_entered = 0  # generations since the last commit that were not connected
         self._num_late = 0  # of these, those that took `LATE_S`
         self._num_received = 0  # most, of a heal that has not ended
@@ -539,10 +539,11 @@ class MemberLifecycle:
         yield Do.LEAVE_GENERATION  # MANAGER-9
         if self._num_quick >= _NUM_AT_ONCE:  # MANAGER-17
             delay_s = min(2.0 ** (self._num_quick - _NUM_AT_ONCE), MAX_DELAY_S)
-            yield do.Delay(delay_s, self._num_not_entered, _hosts(state), _other_agents(state), error)
+            yield do.Delay(delay_s, self._num_not_entered, _hosts(state), error)
         checkpoint = yield Do.FIND_CHECKPOINT
         report = state.report(self._local_rank, self._address, self.observed.draining)
-        yield do.SendRequest(report, error, checkpoint, self._num_steps)
+        yield do.SendRequest(report, error, checkpoint, self._num_steps, connected=self._has_connected)
+        self._has_connected = True
         while self.has_seat or not self.observed.draining or state.former is not None:
             record: Record | None = yield Do.AWAIT_RECORD
             if record is None:
@@ -561,6 +562,7 @@ class MemberLifecycle:
                 except GangError as failure:
                     if device_fault(failure) is not None:  # MANAGER-13
                         raise
+                    self._has_connected = False
                     self._num_not_entered += 1
                     self._num_late += self.observed.connecting_s >= LATE_S
                 return
@@ -598,17 +600,6 @@ def _names(seats: Sequence[Seat]) -> str:
     num_more = len(hosts) - _NUM_SHOWN
     shown = [*hosts[:_NUM_SHOWN], f"{num_more} more"] if num_more > 0 else hosts
     return " and ".join([*([", ".join(shown[:-1])] if len(shown) > 1 else []), shown[-1]])
-
-
-def _other_agents(state: MemberState) -> tuple[str, ...]:
-    """The addresses of those that the first rank of a host tries to reach: the next ones after its own, so that each of
-    them is tried by others."""
-    assert state.record is not None
-    record, seat = state.record, state.record.seat(state.member)
-    if seat is None or next(each for each in record.seats_of(seat.agent) if each.status != SPARE) != seat:
-        return ()
-    own = record.agents.index(seat.agent)
-    return (*record.addresses[own + 1 :], *record.addresses[:own])[:_NUM_TRIED]
 
 
 def _check_names(step: _Step, own: Sequence[float], sums: Sequence[float]) -> None:

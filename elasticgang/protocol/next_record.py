@@ -19,25 +19,31 @@ NEXT-8  A record names the newest checkpoint that an agent reports or its parent
     than the committed one.
 NEXT-9  A record fits the messages that carry it. If it would not, joiners are refused, as many as are too much by the
     record's mean size of an agent, or all agents of a job that has no record.
+NEXT-10  Of agents that do not reach each other, some are left out (CUT-1, CUT-2): their members are spares until they
+    do. The first to stay are those that hold state, and of these the ones with the most members.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from elasticgang.errors import LayoutError
 from elasticgang.layout import Member, ModelCoordinates, ParallelLayout, Plan, is_filled, plan
 from elasticgang.layout.overlap import Part
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.cut_off import find_cut_off
 from elasticgang.protocol.record import (
     ACTIVE,
     MAX_RECORD_BYTES,
     PROTOCOL,
     SPARE,
     CheckpointRef,
+    CutOff,
     Holder,
     Record,
     Report,
@@ -47,14 +53,20 @@ from elasticgang.protocol.record import (
 )
 from elasticgang.protocol.recovery import CommittedState, recover, without_witness
 
+_MAX_PEERS = 4  # that are named
+
 
 def next_record(
-    record: Record | None, proposal: Sequence[Report], lost: Collection[str] = ()
+    record: Record | None,
+    proposal: Sequence[Report],
+    lost: Collection[str] = (),
+    unreached: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> Record | Undecided | Unrecoverable:
     """The record that follows `record` (None: the job has none yet) when the agents of `proposal` go on together.
 
     `proposal`: one report of each agent that is ready, at least one; each knows `record`, or is of a joiner that knows
     an ancestor of it or none (REPORT). `lost`: other agents of `record` that are not waited for.
+    `unreached`: by agent, those that its host does not reach.
     """
     reports = sorted(proposal, key=lambda report: report.agent)
     undecided = _mismatched(record, reports) or without_witness(record, reports, lost) or _too_few(record, reports)
@@ -63,10 +75,11 @@ def next_record(
     known = {report.newest_commit for report in reports}
     state = recover(record, reports, [attempt for attempt in known if attempt is not None], lost)
     holders = state.holders(reports) if isinstance(state, CommittedState) else {}
-    waiting = _surplus_agents(
-        record, reports, {member: ModelCoordinates(*holder.model) for member, holder in holders.items()}
-    )
-    present = [report for report in reports if report not in waiting]
+    parts = {member: ModelCoordinates(*holder.model) for member, holder in holders.items()}
+    cut_off = _cut_off(reports, unreached, parts)
+    reaching = [report for report in reports if report.agent not in cut_off]
+    waiting = _surplus_agents(record, reaching, parts)
+    present = [report for report in reaching if report not in waiting]
     seatable = [Member(member.id, report.host) for report in present for member in report.members]
     number = _layout_in_force(record, present, seatable)
     if isinstance(number, Undecided):
@@ -121,6 +134,7 @@ def next_record(
         draining_members=_draining_members(reports),
         layouts=layouts,
         holders=_kept(holders, planned, statuses, number) if len(layouts) > 1 else (),
+        cut_off=tuple(CutOff(agent, peers[:_MAX_PEERS]) for agent, peers in cut_off.items()),
     )
     return _too_large(record, following) or following
 
@@ -299,6 +313,33 @@ def _surplus_agents(
             waiting.append(report)
         held |= own
     return waiting
+
+
+def _cut_off(
+    reports: Sequence[Report], unreached: Mapping[str, Collection[str]], holds: Mapping[str, ModelCoordinates]
+) -> dict[str, tuple[str, ...]]:
+    """NEXT-10. `holds`: by member, a part of the state."""
+    if not unreached:
+        return {}
+    told = {report.agent: report for report in reports}
+    parts = {agent: {holds[m.id] for m in report.members if m.id in holds} for agent, report in told.items()}
+    num_holders = Counter(itertools.chain.from_iterable(parts.values()))
+    on_host: Counter[str] = Counter()
+    for report in reports:
+        on_host[report.host] += len(report.members)
+
+    def leave_out(agent: str) -> bool:
+        report, own = told[agent], parts[agent]
+        on_host[report.host] -= len(report.members)
+        is_filled_yet = any(is_filled(layout, on_host) for layout in report.layout.options)
+        if not is_filled_yet or any(num_holders[part] == 1 for part in own):
+            on_host[report.host] += len(report.members)
+            return False
+        num_holders.subtract(own)
+        return True
+
+    in_turn = sorted(told, key=lambda agent: (not parts[agent], -len(told[agent].members), agent))
+    return find_cut_off(unreached, in_turn, leave_out)
 
 
 def _refuse(agents: tuple[tuple[str, str], ...]) -> Undecided:

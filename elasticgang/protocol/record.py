@@ -22,7 +22,7 @@ from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record_form import RecordForm, canonical_json, parse_lines, spans_of, spans_of_agent
 
-PROTOCOL = 27
+PROTOCOL = 28
 
 ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
@@ -126,6 +126,13 @@ class Report:
     settings: tuple[tuple[str, str], ...] = ()
 
 
+class CutOff(NamedTuple):
+    """An agent that is left out of a generation, and the first few of the `peers` in it to which its path is broken."""
+
+    agent: str
+    peers: tuple[str, ...]
+
+
 class Span(NamedTuple):
     """Members of an agent with consecutive ranks: `num_seats` of its seats, from number `first` on. Or spares."""
 
@@ -160,6 +167,7 @@ class Record:
     a later attempt was or may have been committed, but no whole copy of it is left. `checkpoint`: the digest of the
     manifest of the durable checkpoint of `committed` that all members load; "" if a member holds the state. `saved`:
     the newest durable checkpoint that is known to be complete, of `committed` or earlier; None: there is none.
+    `cut_off`: agents whose members are spares because they and others do not reach each other (NEXT-10).
     """
 
     job: str
@@ -180,6 +188,7 @@ class Record:
     draining_members: tuple[str, ...] = ()
     layouts: tuple[ParallelLayout, ...] = ()
     holders: tuple[Holder, ...] = ()
+    cut_off: tuple[CutOff, ...] = ()
     digest: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -331,6 +340,7 @@ class Record:
             "ancestors": self.ancestors,
             "dead_agents": self.dead_agents,
             "draining_members": self.draining_members,
+            "cut_off": self.cut_off,
         }
 
     def tops(self, order: Sequence[str]) -> tuple[str, str, str]:
@@ -373,6 +383,7 @@ class Record:
             "dead_agents": tuple(map(str, head["dead_agents"])),
             "addresses": addresses,
             "draining_members": tuple(map(str, head["draining_members"])),
+            "cut_off": tuple(CutOff(str(agent), tuple(map(str, peers))) for agent, peers in head["cut_off"]),
             "digest": form.digest,
             "form": form,
             "_shape": tuple(map(int, head["shape"])),

@@ -240,7 +240,8 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
 
 def _agent_facts_to_json(facts: AgentFacts) -> list[Any]:
     waits = [[wait.generation, wait.group, wait.reached] for wait in facts.waits]
-    return [facts.has_successors, waits, [[each.member, each.local_rank, each.step] for each in facts.failures]]
+    failures = [[each.member, each.local_rank, each.step] for each in facts.failures]
+    return [facts.has_successors, waits, failures, facts.unreached]
 
 
 def _job_facts_to_json(facts: JobFacts) -> list[Any]:
@@ -259,13 +260,14 @@ def _failure(member: Any, local_rank: Any, step: Any, agent: str = "") -> Script
     return ScriptFailure(_name(member), _number(local_rank), _number(step), agent)
 
 
-def _agent_facts(has_successors: Any, waits: Any, failures: Any) -> AgentFacts:
+def _agent_facts(has_successors: Any, waits: Any, failures: Any, unreached: Any) -> AgentFacts:
     if len(waits) > MAX_WAITS or len(failures) > MAX_FAILURES:
         raise ValueError("an agent has too many facts")
     return AgentFacts(
         _flag(has_successors),
         tuple(_wait(generation, group, reached) for generation, group, reached in waits),
         tuple(_failure(member, local_rank, step) for member, local_rank, step in failures),
+        tuple(map(_name, _texts(unreached))),
     )
 
 

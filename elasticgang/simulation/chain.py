@@ -130,6 +130,7 @@ def describe(record: Record) -> str:
     words = [f"generation {record.generation}  {{{active}}}"]
     words += [f"learn {learners}"] if learners else []
     words += [f"wait {spares}"] if spares else []
+    words += [f"without {', '.join(each.agent for each in record.cut_off)}"] if record.cut_off else []
     words += [f" ({record.layout.sizes})"] if len(record.layouts) > 1 else []
     words += [f" {format_attempt(record.committed)}"]
     words += [" rolled forward"] if record.rolled_forward else []

@@ -39,6 +39,7 @@ _HOST_FAULTS = frozenset(
         *("is narrow", "is wide"),
     }
 )
+_BLOCKED, _UNBLOCKED = "loses its path to ", "regains its path to "  # both ways
 _COORDINATOR_FAULTS = frozenset({"crashes", "is parted", "is back", "stops", "goes on"})
 
 Move = tuple[str, str]  # the actor and its action
@@ -85,6 +86,7 @@ class Cluster:
         self._living: list[CoordinatorProcess] = []
         self.zone_of: dict[str, str] = {}  # of each address
         self.disk = Disk() if setting.has_directory else None
+        self.blocked: set[frozenset[str]] = set()  # pairs of hosts that do not reach each other
         self.given_up = ""
         self._held_when_lost: set[Rank] = set()  # when a coordinator last said that the state is lost
         self.finished = False
@@ -170,6 +172,9 @@ class Cluster:
                 return host.is_stopped == (verb == "goes on")
             if verb in _HOST_FAULTS:
                 return True
+            if verb.startswith((_BLOCKED, _UNBLOCKED)):
+                pair = frozenset((name, verb.split()[-1]))
+                return (pair in self.blocked) == verb.startswith(_UNBLOCKED)
             return verb in host.moves(self) or (verb in host.faults() and not host.is_frozen and not host.is_stopped)
         rank = self.ranks.get(name)
         if rank is None or rank not in self.actors:
@@ -255,9 +260,7 @@ class Cluster:
                 self.end_host(host)
             case "is cut off" | "is parted" | "is back":
                 host.zone = {"is cut off": host.name, "is parted": "side", "is back": ""}[verb]
-                for generation in self.generations.values():
-                    if host.name in generation.hosts and self._is_parted(generation):
-                        generation.sever()
+                self._sever(host)
             case "freezes":
                 host.is_frozen = True
             case "thaws":
@@ -275,6 +278,8 @@ class Cluster:
             case "is narrow" | "is wide":
                 host.is_narrow = verb == "is narrow"
                 self.seen.add("narrow network")
+            case _ if verb.startswith((_BLOCKED, _UNBLOCKED)):
+                self._block(host, verb)
             case _ if verb in host_moves.FAULTS:
                 host.inject(self, verb)
             case _:
@@ -285,7 +290,23 @@ class Cluster:
         if host.lease_until_s is not None and host.is_lease_over(self):
             self.seen.add(f"{what} paused beyond its lease")
 
+    def _block(self, host: Host, verb: str) -> None:
+        pair = frozenset((host.name, verb.split()[-1]))
+        if verb.startswith(_BLOCKED):
+            self.blocked.add(pair)
+            self.seen.add("blocked path")
+        else:
+            self.blocked.discard(pair)
+        self._sever(host)
+
+    def _sever(self, host: Host) -> None:
+        for generation in self.generations.values():
+            if host.name in generation.hosts and self._is_parted(generation):
+                generation.sever()
+
     def _is_parted(self, generation: SimulatedGeneration) -> bool:
+        if any(pair <= generation.hosts for pair in self.blocked):
+            return True
         return len({self.hosts[name].zone for name in generation.hosts}) > 1
 
     def add_host(self, num_ranks: int, mismatch: str = "", *, forks_late: bool = False, agent: str = "") -> None:
@@ -333,7 +354,9 @@ class Cluster:
 
     def reaches(self, one: str, other: str) -> bool:
         a, b = self.hosts[one], self.hosts[other]
-        return one == other or (a.alive and b.alive and a.zone == b.zone)
+        return one == other or (
+            a.alive and b.alive and a.zone == b.zone and frozenset((one, other)) not in self.blocked
+        )
 
     def generation(self, record: Record) -> SimulatedGeneration:
         if record.digest not in self.generations:

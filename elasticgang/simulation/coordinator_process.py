@@ -251,6 +251,7 @@ class CoordinatorProcess:
         if decision.record.digest in cluster.chain.decided:
             return
         promises.check_decision(cluster, self, decision)
+        promises.check_cut_off(self.state, decision.record)
         cluster.chain.note_decision(decision, self.state.proposal)
         self.num_pushed = 0
 

@@ -50,6 +50,7 @@ FAULTS = (
 # Where coordinators contend. Elsewhere their weight is 0, so that equal seeds give the same schedules as before.
 CONTENDED_FAULTS = ("loses its address",)
 NARROW_FAULTS = ("is narrow",)  # likewise, where networks lose large packets
+PATH_FAULTS = ("loses its path",)  # likewise, where hosts do not reach each other
 RARE = {
     "coordinator crashes": 0.4,
     "coordinator restarts": 0.4,
@@ -84,7 +85,7 @@ _MAX_HOSTS = 5
 
 class Faults:
     """`do` makes a move if it is possible; `pick` chooses. `likings`: how often each of
-    `FAULTS`, `CONTENDED_FAULTS` and `NARROW_FAULTS` is injected.
+    `FAULTS`, `CONTENDED_FAULTS`, `NARROW_FAULTS` and `PATH_FAULTS` is injected.
     `has_seconds`: whether several coordinators run at once. `slow`: the host or coordinator that is slow. `aim`: at
     which point a coordinator is to crash."""
 
@@ -107,7 +108,8 @@ class Faults:
     def inject_one(self) -> None:
         cluster, chance = self._cluster, self._chance
         hosts = [host for host in cluster.hosts.values() if host.alive]
-        (kind,) = chance.choices(FAULTS + CONTENDED_FAULTS + NARROW_FAULTS, cum_weights=self._cumulated)
+        kinds = FAULTS + CONTENDED_FAULTS + NARROW_FAULTS + PATH_FAULTS
+        (kind,) = chance.choices(kinds, cum_weights=self._cumulated)
         living = cluster.living()
         match kind:
             case "coordinator crashes":
@@ -152,6 +154,10 @@ class Faults:
                     if c.disk is None and cluster.disk is None and promises.may_grant(cluster, c):
                         self._do((c.name, "is granted its office"))
                         return
+            case "loses its path":
+                if len(hosts) > 1:
+                    one, other = chance.sample(hosts, 2)
+                    self._do((one.name, f"loses its path to {other.name}"))
             case "is back":
                 cut = [host for host in hosts if host.zone]
                 if cut:
@@ -266,6 +272,7 @@ class Faults:
             if host.alive:
                 states = ((host.is_frozen, "thaws"), (host.is_stopped, "goes on"), (host.zone != "", "is back"))
                 mends += [(host.name, verb) for is_so, verb in (*states, (host.is_narrow, "is wide")) if is_so]
+        mends += [(one, f"regains its path to {other}") for one, other in sorted(map(sorted, cluster.blocked))]
         living = cluster.living()
         mends += [(c.name, "goes on") for c in living if c.is_stopped]
         mends += [(c.name, "is back") for c in living if c.zone]

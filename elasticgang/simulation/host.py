@@ -14,6 +14,7 @@ SIMHOST-4  A rank that begins to exit is killed at once, and its generation ends
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,7 @@ class Host:
         self.has_begun = self.is_watched = False
         self.former = ""  # its id before it was fenced, until it has rejoined
         self.early: list[Any] = []
+        self.tries: deque[events.TryHosts] = deque()
         self.facts = JobFacts()
         self.successors = KnownSuccessors()
         self.num_known_successors = 0
@@ -187,6 +189,8 @@ class Host:
                 self._time_out(cluster, verb.removeprefix(TIMER))
             case "starts":
                 self._start(cluster)
+            case "tries":
+                self.try_hosts(cluster)
             case "fails" | "cannot":
                 self._fail_to_start(cluster)
             case "rejoins":
@@ -315,6 +319,11 @@ class Host:
                     host_session.do(self, cluster, Notify(JoinRequest(generation)))
             case events.DeliverRecord(members, record):
                 self.send_to_ranks(members, "record", record)
+            case events.TryHosts():
+                self.tries.append(instruction)
+            case events.TellUnreached(agents):
+                cluster.seen.add("unreached host" if agents else "all hosts reached again")
+                self._tell(cluster, replace(self.session.facts, unreached=agents))
             case events.RequestRecord():
                 host_session.do(self, cluster, ReportRequested())
             case events.NotifyOver(generation, cause):
@@ -334,6 +343,18 @@ class Host:
                 cluster.log.append(f"{self.name} ends: {reason}")
             case _:
                 self._follow_processes(cluster, instruction)
+
+    def try_hosts(self, cluster: Cluster) -> None:
+        wanted = self.tries.popleft()
+        found = {agent: self._reaches(cluster, agent) for agent, _ in wanted.others}
+        reached = tuple(agent for agent, is_reached in found.items() if is_reached)
+        unreached = tuple((agent, "no answer") for agent, is_reached in found.items() if not is_reached)
+        at_s = self.clock_s(cluster) + self.ahead_s
+        self.handle(cluster, events.HostsTried(wanted.agent, wanted.number, reached, unreached, at_s))
+
+    def _reaches(self, cluster: Cluster, agent: str) -> bool:
+        """One that stands still is reached: its system accepts connections."""
+        return any(cluster.reaches(self.name, host.name) for host in cluster.hosts_of(agent))
 
     def tell_successors(self, cluster: Cluster, num_successors: int) -> None:
         has_successors = num_successors > 0
@@ -419,8 +440,8 @@ class Host:
         """The next message of `rank`, as its agent reads it."""
         kind, what = rank.sent.popleft()
         if kind == "ask":
-            report, layout, broken = what
-            return events.RecordRequested(rank.name, report, layout, broken)
+            report, layout, broken, connected = what
+            return events.RecordRequested(rank.name, report, layout, broken, connected=connected)
         if kind == "committed":
             return events.Committed(rank.name, what)
         if kind == "raised":

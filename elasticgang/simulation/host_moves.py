@@ -25,6 +25,8 @@ def moves(host: Host, cluster: Cluster) -> list[str]:
         moves += ["cannot start a rank"] if host.is_exhausted else ["starts a rank", "fails to start a rank"]
     if host.former:
         moves.append("rejoins")
+    if host.tries:
+        moves.append("tries the hosts of the others")
     connection = host.connection
     if connection is None:
         if not host.session.is_ended:

@@ -77,6 +77,8 @@ def rejoin(host: Host, cluster: Cluster) -> None:
 
 def tick(host: Host, cluster: Cluster) -> None:
     do(host, cluster, Ticked())
+    while host.alive and host.tries and not host.is_slow:
+        host.try_hosts(cluster)
     if host.alive and host.is_watched:
         host.tell_successors(cluster, host.stamp_successors(cluster))
     deadline_s = host.agent.deadline_s

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING
 from elasticgang.layout import is_filled
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import Decision, Push
-from elasticgang.protocol.record import Record, Report
+from elasticgang.protocol.record import SPARE, Record, Report
 from elasticgang.simulation.generation import Part, SimulatedGeneration
 from elasticgang.simulation.held_runs import NUM_RUNS
 from elasticgang.simulation.invariants import Model, Violation
 
 if TYPE_CHECKING:
+    from elasticgang.protocol.coordinator_state import CoordinatorState
     from elasticgang.simulation.cluster import Cluster
     from elasticgang.simulation.coordinator_process import CoordinatorProcess, SimulatedSession
     from elasticgang.simulation.host import Host
@@ -150,6 +151,7 @@ def check_size(cluster: Cluster, record: Record, proposal: Sequence[Report]) -> 
     """PLAN-2: as many replica groups as possible, but no more than seats are requested or than before, not counting
     groups with a draining member."""
     layout, setting = record.layout, cluster.setting
+    away = {each.agent for each in record.cut_off}
     num_members = {report.agent: len(report.members) for report in proposal}
     asked = {agent: cluster.agents[agent].num_seats for agent in num_members}
     num_asked = sum(num_members[agent] if num is None else num for agent, num in asked.items())
@@ -160,14 +162,34 @@ def check_size(cluster: Cluster, record: Record, proposal: Sequence[Report]) -> 
         num_going = present.groups_of(draining)
     most = max(max(num_asked // layout.unit, before) + num_going, layout.min_replicas)
     block = math.prod(getattr(layout, axis) for axis in layout.within_host)
-    possible = sum(num // block for num in num_members.values()) * block // layout.unit
+    possible = sum(num // block for agent, num in num_members.items() if agent not in away) * block // layout.unit
     num_groups = record.plan.shape[1]
     if num_groups > most or (num_groups < min(most, possible) and not setting.max_hosts):
         raise Violation(
             f"PLAN-2: generation {record.generation} has {num_groups} replica groups of {possible}; {num_asked} "
             f"seats are requested, and there were {before}"
         )
-    _check_layout(record, proposal)
+    _check_layout(record, [report for report in proposal if report.agent not in away])
+
+
+def check_cut_off(state: CoordinatorState, record: Record) -> None:
+    """CUT-1, as far as the coordinator knows of paths when it decides `record`. Who is left out has no seat, and a
+    broken path to one that takes part."""
+    if not record.cut_off:
+        return
+    away = {each.agent for each in record.cut_off}
+    unreached = {agent: facts.unreached for agent, facts in state.agent_facts.items()}
+    pairs = {frozenset((agent, other)) for agent, others in unreached.items() for other in others}
+    for one, other in map(tuple, pairs):
+        if not away & {one, other} and record.has_agent(one) and record.has_agent(other):
+            raise Violation(
+                f"CUT-1: generation {record.generation} has {one} and {other}, which do not reach each other"
+            )
+    for agent in away:
+        if any(seat.status != SPARE for seat in record.seats_of(agent)):
+            raise Violation(f"CUT-1: generation {record.generation} leaves {agent} out, and has seats for it")
+        if not any(agent in pair and pair - away for pair in pairs):
+            raise Violation(f"CUT-1: generation {record.generation} leaves {agent} out, which reaches the others")
 
 
 def _check_layout(record: Record, proposal: Sequence[Report]) -> None:

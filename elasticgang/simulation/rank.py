@@ -311,12 +311,12 @@ class Rank:
             case Do.LEAVE_GENERATION:
                 self.leave_generation()
                 self.poisoned = False
-            case do.SendRequest(report, error):
+            case do.SendRequest(report, error, connected=connected):
                 if self.generation is not None:
                     raise Violation(
                         f"RULE-3: {self.name} requests while it runs in {self.generation.record.generation}"
                     )
-                self.sent.append(("ask", (report, cluster.hosts[self.host].layout, error is not None)))
+                self.sent.append(("ask", (report, cluster.hosts[self.host].layout, error is not None, connected)))
             case do.SendLeft(finished, in_order, by_script):
                 if in_order and not finished:
                     check_order(self, cluster)

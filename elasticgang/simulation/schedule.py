@@ -19,7 +19,7 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.coordinator_messages import Push
 from elasticgang.simulation.cluster import Cluster, Move, Setting
 from elasticgang.simulation.coordinator_process import CoordinatorProcess
-from elasticgang.simulation.faults import CONTENDED_FAULTS, FAULTS, NARROW_FAULTS, RARE, Faults
+from elasticgang.simulation.faults import CONTENDED_FAULTS, FAULTS, NARROW_FAULTS, PATH_FAULTS, RARE, Faults
 from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.recovery import recover
 
@@ -71,6 +71,8 @@ _CONTENTION = {
 
 _NARROW_EVERY = 8
 _NARROW_WEIGHT = 4.0
+_PATHS_EVERY = 8
+_PATHS_WEIGHT = 6.0
 
 _SELDOM = {"kills": 0.2, "resets": 0.2, "hangs": 0.3, "misses": 0.3, "founds": 0.2, "fails": 0.5, "times": 0.2}
 _HICCUP_WORDS = (
@@ -137,6 +139,8 @@ class Schedule:
             ]
         is_narrow = seed % _NARROW_EVERY == 3
         self._likings += [_NARROW_WEIGHT if is_narrow else 0.0 for _ in NARROW_FAULTS]
+        has_paths = seed % _PATHS_EVERY == 5
+        self._likings += [_PATHS_WEIGHT if has_paths else 0.0 for _ in PATH_FAULTS]
         self._rates = {word: chance.choice(_RARE_MOVE_RATES) * _SELDOM.get(word, 1.0) for word in _HICCUP_WORDS}
         self._pass_rate = chance.choice(_PASS_RATES)
         self._repair_rate = chance.choice(_REPAIR_RATES)

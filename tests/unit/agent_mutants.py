@@ -19,6 +19,7 @@ from elasticgang.protocol import (
     form,
     hang_detector,
     member_lifecycle,
+    reach,
     restarts,
 )
 from elasticgang.protocol.agent_events import Committed, Event, Fail, PeerNotice, Restart
@@ -41,6 +42,7 @@ from tests.unit import (
     test_form,
     test_hang_detector,
     test_member_lifecycle,
+    test_reach,
     test_reshape,
     test_restarts,
 )
@@ -125,6 +127,14 @@ AGENT_MUTANTS = {
     "ranks stay at an address that is lost": UnitMutant(
         ((AgentSession, "_fence", _fence_for_the_lease_alone),),
         test_coordinator_state.test_the_loss_of_the_host_s_address_kills_the_ranks_and_ends_the_generation_at_once,
+    ),
+    "an agent reports before it knows which hosts it reaches": UnitMutant(
+        ((AgentState, "_try_all_hosts", always([])),),
+        test_reach.test_an_agent_reports_only_once_it_knows_which_hosts_it_reaches,
+    ),
+    "a host is reached as soon as it answers": UnitMutant(
+        ((reach, "SETTLE_S", 0.0),),
+        test_reach.test_a_path_that_comes_and_goes_counts_only_once_it_lasts_and_ever_later,
     ),
     "a restart waits for no survivor": UnitMutant(
         ((AgentLifecycle, "_decide", _decide_without_waiting),),

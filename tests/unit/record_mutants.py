@@ -5,7 +5,7 @@ They are about who decides and reports, recovery, forms and deltas, layouts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Action, Attempt
 from elasticgang.protocol.coordinator_messages import CollectReport, DecisionRef, EndGeneration, Hello, Ready, Welcome
 from elasticgang.protocol.coordinator_state import CoordinatorState
+from elasticgang.protocol.cut_off import find_cut_off
 from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts, KnownSuccessors, Wait
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
@@ -32,6 +33,7 @@ from tests.unit import (
     test_coordinator_state,
     test_coverage,
     test_job_facts,
+    test_left_out_hosts,
     test_next_record,
     test_operators_word,
     test_record_form,
@@ -190,6 +192,18 @@ def _change_at_once(self: GatheredFacts, *, on_tick: bool = False) -> JobFacts |
     return _changed(self, on_tick=True)
 
 
+def _leave_out_the_first(
+    unreached: Mapping[str, Collection[str]], in_turn: Sequence[str], leave_out: Callable[[str], bool]
+) -> dict[str, tuple[str, ...]]:
+    return find_cut_off(unreached, in_turn[::-1], leave_out)
+
+
+def _leave_out_anybody(
+    unreached: Mapping[str, Collection[str]], in_turn: Sequence[str], leave_out: Callable[[str], bool]
+) -> dict[str, tuple[str, ...]]:
+    return find_cut_off(unreached, in_turn, always(True))
+
+
 RECORD_MUTANTS = {
     "nobody is told for whom the job waits": UnitMutant(
         ((CoordinatorState, "_tell_waiting", always([])),),
@@ -328,6 +342,22 @@ RECORD_MUTANTS = {
     "a record names the checkpoint that is reported last": UnitMutant(
         ((next_record, "_saved", lambda record, reports, committed: recovery.newest_checkpoint(reports)),),
         test_recovery.test_a_record_names_the_newest_checkpoint_that_is_complete,
+    ),
+    "hosts that do not reach each other take part together": UnitMutant(
+        ((next_record, "_cut_off", always({})),),
+        test_left_out_hosts.test_the_members_of_a_host_that_the_others_do_not_reach_are_spares,
+    ),
+    "who comes first in turn is left out": UnitMutant(
+        ((next_record, "find_cut_off", _leave_out_the_first),),
+        test_left_out_hosts.test_two_hosts_that_do_not_reach_each_other_go_on_with_one,
+    ),
+    "a host is left out whom the others need": UnitMutant(
+        ((next_record, "find_cut_off", _leave_out_anybody),),
+        test_left_out_hosts.test_a_job_that_needs_both_hosts_tries_again_with_both,
+    ),
+    "a host that was left out stays out": UnitMutant(
+        ((CoordinatorState, "_let_back", always([])),),
+        test_left_out_hosts.test_a_host_comes_back_once_it_and_all_others_reach_each_other,
     ),
     "a record has any size": UnitMutant(
         ((next_record, "_too_large", always(None)),),

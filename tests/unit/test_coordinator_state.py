@@ -634,9 +634,9 @@ def test_a_coordinator_does_not_look_at_all_reports_whenever_an_agent_comes(monk
     longer than their handshakes may."""
     looks = []
 
-    def look(record: Record | None, proposal: list[Report], lost: set[str]) -> Record | Undecided | Unrecoverable:
+    def look(record: Record | None, proposal: list[Report], *rest: Any) -> Record | Undecided | Unrecoverable:
         looks.append(len(proposal))
-        return next_record(record, proposal, lost)
+        return next_record(record, proposal, *rest)
 
     monkeypatch.setattr("elasticgang.protocol.coordinator_state.next_record", look)
     driver = Driver(granted=True)

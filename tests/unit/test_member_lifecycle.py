@@ -546,20 +546,6 @@ def test_it_waits_before_it_requests_after_some_generations_that_were_not_connec
     assert delays == [[]] * 5 + [[1.0], [2.0], [4.0], [5.0], [5.0]]
 
 
-@pytest.mark.parametrize(("member", "agents"), [("b0", ("c:9", "a:9")), ("b1", ()), ("c0", ("a:9", "b:9"))])
-def test_one_rank_of_a_host_finds_out_which_others_it_reaches(member: str, agents: tuple[str, ...]) -> None:
-    names = ("a0", "b0", "b1", "c0")
-    planned = plan([Member(name, name[0]) for name in names], ParallelLayout())
-    seats = tuple(Seat(name, name[0], name[0], int(name[1]), f"{name}:1", ACTIVE) for name in names)
-    layout, all_agents, addresses = ParallelLayout(), ("a", "b", "c"), ("a:9", "b:9", "c:9")
-    driver = Driver(MemberLifecycle(member, int(member[1]), f"{member}:1"))
-    for number in range(1, 7):
-        committed = Attempt(0, number)
-        driver.records = [Record("job", number, "", layout, planned, seats, all_agents, committed, addresses=addresses)]
-        driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), {"Configure": PeerLostError("no route")})
-    assert [each.agents for each in driver.done if isinstance(each, do.Delay)] == [agents]
-
-
 # MANAGER-17
 def test_a_step_in_doubt_does_not_wait_for_ever_for_a_generation_that_is_connected() -> None:
     driver = active()

@@ -19,6 +19,7 @@ from elasticgang.protocol.record import (
     PROTOCOL,
     SPARE,
     CheckpointRef,
+    CutOff,
     Holder,
     Record,
     RecordRef,
@@ -75,7 +76,7 @@ def test_when_all_hosts_are_here_and_too_small_each_is_told_all_numbers() -> Non
 # RECORD-1
 def test_digest_is_the_same_everywhere() -> None:
     """It is part of the rendezvous prefix: when this changes, so must PROTOCOL."""
-    assert (PROTOCOL, FIXED.digest) == (27, "90a404e755d0f07d")
+    assert (PROTOCOL, FIXED.digest) == (28, "cffef47a7285ba8b")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,7 @@ def test_digest_is_the_same_everywhere() -> None:
         {"layout": ParallelLayout(), "layouts": (ParallelLayout(sdp=2), ParallelLayout())},
         {"layouts": (ParallelLayout(sdp=2), ParallelLayout())},
         {"holders": (Holder("a0", 0, (0, 0, 0)),)},
+        {"cut_off": (CutOff("a", ("b",)),)},
     ],
 )
 def test_digest_tells_records_apart(changed: dict[str, Any]) -> None:

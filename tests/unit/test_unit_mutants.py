@@ -82,6 +82,8 @@ RULES = {
     "DIVISION-3": ("one rank of a group keeps a run for all",),
     "DIVISION-4": ("a sum is kept with a run that the group has not",),
     "DIVISION-5": ("gradients of another state are kept",),
+    "CUT-1": ("who comes first in turn is left out",),
+    "CUT-2": ("a host is left out whom the others need",),
     "FACTS-ABSENT": (
         "an agent without a session has no successors",
         "an agent without a session has successors for ever",
@@ -185,6 +187,7 @@ RULES = {
     "NEXT-7": ("seats of another layout are given as to newcomers",),
     "NEXT-8": ("a record names the checkpoint that is reported last",),
     "NEXT-9": ("a record has any size", "one joiner too many costs all"),
+    "NEXT-10": ("hosts that do not reach each other take part together",),
     "NOTICE": ("nobody is told for whom the job waits", "why a proposal is undecided is told once"),
     "OFFICE": (
         "a majority is trusted",
@@ -242,6 +245,9 @@ RULES = {
     "RESTART-4": ("failures count for ever", "restarts are not counted"),
     "ROUTE-1": ("every rank exchanges the sums of its host", "a host's sums are exchanged by nobody"),
     "ROUTE-2": ("agents of one host share memory",),
+    "REACH-1": ("an agent reports before it knows which hosts it reaches",),
+    "REACH-2": ("a host is reached as soon as it answers",),
+    "REACHED": ("a host that was left out stays out",),
     "SENDER": (
         "an agent reports as another one",
         "an end of any generation counts",
