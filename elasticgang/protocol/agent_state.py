@@ -10,7 +10,8 @@ AGENT-3  A newcomer ends no generation. The agent notifies the others, which reg
 AGENT-4  Before the first generation, the agent waits for ranks that are still starting, until `StartExpired`.
 AGENT-5  Once a member has finished its steps, no rank is restarted. An agent that waits for the fate of the last step
     then fails when the coordinator notifies it that no record can be decided, unless ranks of this host have finished
-    with the same parts of the model, or those in doubt are spares: they are retired.
+    with the same parts of the model: they are retired. So are spares, at once: what they hold is older than the last
+    step, or others have it too.
 AGENT-6  A participating agent with no running rank still keeps a request open: the next record waits for every agent
     of the present one.
 AGENT-7  A peer's notice is about the present generation or ignored. The session repeats one that came before its
@@ -538,9 +539,13 @@ class AgentState:
         return None if self.record is None or seat is None else self.record.part_of(seat)
 
     def _can_finish(self, rank: _Rank) -> bool:
-        """Whether the rank has applied or prepared the last step."""
-        report = rank.report
-        held = [] if report is None else [attempt for attempt in (report.tip, report.pending) if attempt is not None]
+        """Whether the rank may have applied or prepared the last step."""
+        report, record = rank.report, self.record
+        if report is None:
+            return False
+        if record is not None and (seat := record.seat(report.id)) is not None and seat.status == SPARE:
+            return False
+        held = [attempt for attempt in (report.tip, report.pending) if attempt is not None]
         return bool(held) and (self.newest_commit is None or max(held) >= self.newest_commit)
 
     def _exit_began(self, member: str) -> list[Instruction]:
@@ -754,9 +759,6 @@ class AgentState:
         if why is not None:
             return [Fail(2, f"the job refused this host: {why}")]
         if self.finished and self.may_request():  # AGENT-5
-            rest = tuple(member for member, rank in self._in(_Phase.REQUESTING).items() if self._can_finish(rank))
-            if all(self._part_of(member) is None for member in rest):  # spares: what they hold is committed
-                return [RetireMembers(rest, "the job has finished")]
             return [Fail(1, f"others have finished, but here the last step is in doubt: {answer.reason}")]
         return []
 

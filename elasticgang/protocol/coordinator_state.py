@@ -45,6 +45,8 @@ BACK     A record that was decided without a state directory is dropped if, as f
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
          of the record that comes back may hold what was given up for lost: the coordinator decides again.
+OVER     Once a rank has done all steps, no record follows without a member that has a seat in the newest one: what
+         spares hold is older than the last step, and they would take steps again that are committed.
 ABANDON  A job is abandoned once no agent has a session, and every agent of its record is lost, or the coordinator is
          not in office. It may be forgotten: what is known of it is in the state directory, or with agents.
 NOTICE   While a proposal is undecided, each session is told why once, after the reason has held for `notice_s`: what an
@@ -108,7 +110,7 @@ from elasticgang.protocol.cut_off import broken_paths
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts
 from elasticgang.protocol.next_record import mismatch, next_record
-from elasticgang.protocol.record import NO_RECORD, Record, RecordRef, Report, Undecided, Unrecoverable
+from elasticgang.protocol.record import NO_RECORD, SPARE, Record, RecordRef, Report, Undecided, Unrecoverable
 
 Instructions: TypeAlias = "list[CoordinatorInstruction]"
 
@@ -943,7 +945,19 @@ class CoordinatorState:
         reports = self.reports()
         if record is None and not self._is_founding_over() and len(reports) < len(self.sessions):
             return []
+        if (
+            record is not None
+            and self.finished
+            and not any(self._has_seated(record, each) for each in reports.values())
+        ):
+            return []  # OVER
         return self._next(record, reports) if reports else []
+
+    @staticmethod
+    def _has_seated(record: Record, report: Report) -> bool:
+        """Whether a member has a seat in `record`, and is no spare there."""
+        seats = [record.seat(member.id) for member in report.members]
+        return any(seat is not None and seat.status != SPARE for seat in seats)
 
     def _may_found(self, on_tick: bool) -> bool:
         """Whether to look at the reports before the first record. Too few for it are looked at on a tick, not whenever

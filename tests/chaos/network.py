@@ -105,6 +105,10 @@ class Network:
         """No more."""
         _ip("-n", self._name(host), "neighbor", "delete", self.addresses[other], "dev", "eth0")
 
+    def refuse(self, host: str, other: str) -> None:
+        """What `host` sends to `other` comes back at once as undeliverable from now on."""
+        _ip("-n", self._name(host), "route", "add", "unreachable", f"{self.addresses[other]}/32")
+
     def move(self, host: str) -> None:
         """It has an address of its own still, but another one: `addresses` knows."""
         there = ["-n", self._name(host), "address"]

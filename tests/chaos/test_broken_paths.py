@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,8 @@ def cluster_on(network: Network, directory: Path, holds: list[int]) -> Cluster:
     return Cluster(directory, holds=holds, host=network.addresses["c"], prefix=network.on("c"))
 
 
-def start(cluster: Cluster, network: Network, host: str) -> Job:
-    return cluster.start(nnodes="3:3", ranks=1, options=OPTIONS, prefix=network.on(host))
+def start(cluster: Cluster, network: Network, host: str, nnodes: str = "3:3", **options: Any) -> Job:
+    return cluster.start(nnodes=nnodes, ranks=1, options=OPTIONS, prefix=network.on(host), **options)
 
 
 def is_spare(agent: Job) -> bool:
@@ -63,3 +64,58 @@ def test_a_host_that_reaches_only_the_coordinator_is_left_out_and_comes_back(
         assert not is_spare(left_out)
         cluster.release(20)
         cluster.check(alone, agents)
+
+
+# NEXT-10, OVER
+def test_of_two_hosts_one_goes_on_to_the_end_and_the_other_takes_no_step_again(
+    tmp_path: Path, alone: str, network: Network
+) -> None:
+    with cluster_on(network, tmp_path, [5]) as cluster:
+        agents = [start(cluster, network, host, "2:2") for host in "ab"]
+        cluster.reached(5, 2)
+        network.drop("a", "b")  # in one direction
+        cluster.release(5)
+        codes = [agent.wait() for agent in agents]
+        assert codes == [0, 0]
+        assert len([agent for agent in agents if is_spare(agent)]) == 1
+        for agent in agents:
+            assert [e["generation"] for e in agent.events() if e["event"] == "generation"] == [1, 2]
+
+
+# CUT-2, MANAGER-17
+def test_hosts_that_a_job_needs_are_named_at_once_and_go_on_once_they_reach_each_other(
+    tmp_path: Path, alone: str, network: Network
+) -> None:
+    with cluster_on(network, tmp_path, [5]) as cluster:
+        agents = [start(cluster, network, host, "2:2", layout={"min_replicas": 2}) for host in "ab"]
+        cluster.reached(5, 2)
+        network.drop("a", "b")
+        cluster.release(5)
+        own, other = network.addresses["a"], network.addresses["b"]
+        agents[0].expect_line(f"this host does not reach {other} (no answer within 2.5 s)")
+        agents[0].expect_line(f"the ranks of {own} and {other} did not connect in the last generation; rank 0 requests")
+        agents[0].expect_line(", 2 times in a row: rank 0 stopped while it connected to the other ranks")
+        network.pass_on("a", "b")
+        cluster.check(alone, agents)
+
+
+# REACH-1
+def test_a_joiner_whose_packets_come_back_is_left_out_after_its_first_generation(
+    tmp_path: Path, alone: str, network: Network
+) -> None:
+    with cluster_on(network, tmp_path, [5, 12]) as cluster:
+        agents = [start(cluster, network, host, "2:3") for host in "ab"]
+        cluster.reached(5, 2)
+        for other in "ab":
+            network.refuse("d", other)
+        joiner = start(cluster, network, "d", "2:3")
+        cluster.join_noticed(5, 2)
+        cluster.release(5)
+        cluster.reached(12, 2)
+        joiner.expect_line(f"this host does not reach {network.addresses['a']} (No route to host)")
+        joiner.expect("spare")
+        numbers = [event["generation"] for event in agents[0].events() if event["event"] == "generation"]
+        assert numbers[-1] <= 4
+        cluster.release(12)
+        cluster.check(alone, agents)
+        assert joiner.wait() == 0

@@ -80,24 +80,6 @@ def test_a_short_cut_ends_nothing(tmp_path: Path, alone: str, network: Network) 
         assert not [event for agent in agents for event in agent.events() if event["event"] in ("fenced", "host lost")]
 
 
-# MANAGER-17
-def test_hosts_that_a_firewall_separates_are_named_at_once_and_go_on_once_it_does_not(
-    tmp_path: Path, alone: str, network: Network
-) -> None:
-    options = ["--collective-timeout", "2"]
-    with cluster_on(network, tmp_path, [5]) as cluster:
-        agents = [cluster.start(nnodes="2:2", ranks=1, options=options, prefix=network.on(host)) for host in "ab"]
-        cluster.reached(5, 2)
-        network.drop("a", "b")
-        cluster.release(5)
-        own, other = network.addresses["a"], network.addresses["b"]
-        agents[0].expect_line(f"the ranks of {own} and {other} did not connect in the last generation; rank 0 requests")
-        agents[0].expect_line(f"; this host does not reach {other} (no answer within 1 s)")
-        agents[0].expect_line(", 2 times in a row: rank 0 stopped while it connected to the other ranks")
-        network.pass_on("a", "b")
-        cluster.check(alone, agents)
-
-
 @pytest.mark.parametrize("group", ["isolated-gloo", "gloo"])
 def test_hosts_that_have_only_ipv6_lose_a_rank_and_heal_it_from_the_other_host(
     tmp_path: Path, alone: str, group: str

@@ -355,6 +355,10 @@ RECORD_MUTANTS = {
         ((next_record, "find_cut_off", _leave_out_anybody),),
         test_left_out_hosts.test_a_job_that_needs_both_hosts_tries_again_with_both,
     ),
+    "spares go on with a job that has finished": UnitMutant(
+        ((CoordinatorState, "_has_seated", always(True)),),
+        test_left_out_hosts.test_when_the_others_have_finished_no_record_follows_for_a_host_that_is_left_out,
+    ),
     "a host that was left out stays out": UnitMutant(
         ((CoordinatorState, "_let_back", always([])),),
         test_left_out_hosts.test_a_host_comes_back_once_it_and_all_others_reach_each_other,

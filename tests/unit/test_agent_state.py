@@ -480,8 +480,16 @@ def test_a_spare_with_the_last_step_is_retired_when_others_have_finished() -> No
     for member in ("a0", "a1"):
         host.asks(member, tip=tip)
     host.is_answered(record_of(["a0"], 2, spares=["a1"], committed=tip))
-    host.leaves("a0", finished=True)
-    assert host.is_answered(Undecided("too few")) == [RetireMembers(("a1",), "the job has finished")]
+    assert host.leaves("a0", finished=True) == [RetireMembers(("a1",), "the job has finished")]
+
+
+# AGENT-5
+def test_a_spare_with_an_older_step_is_retired_when_another_agent_has_finished() -> None:
+    host = running(1)
+    host.asks("a0", tip=Attempt(3, 1))
+    host.is_answered(record_of(["b0"], 2, spares=["a0"], committed=Attempt(3, 1)))
+    assert host.state.handle(Finished()) == [RetireMembers(("a0",), "the job has finished")]
+    assert not host.state.may_request()
 
 
 def test_a_rank_that_leaves_when_it_is_seated_ends_the_new_generation() -> None:

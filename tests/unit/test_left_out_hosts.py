@@ -129,6 +129,17 @@ def test_a_host_comes_back_once_it_and_all_others_reach_each_other() -> None:
     assert (record.generation, record.members(SPARE), record.cut_off) == (3, (), ())
 
 
+# OVER
+def test_when_the_others_have_finished_no_record_follows_for_a_host_that_is_left_out() -> None:
+    """It would take steps again that they have committed."""
+    driver, (a, b, c) = left_out()
+    driver.hear(c, m.Ready(coordinator_driver.report("c", coordinator_driver.record(driver).ref)))
+    out = [*driver.hear(a, m.Finished(2)), *driver.hear(a, m.Goodbye()), *driver.hear(b, m.Goodbye())]
+    told = [each.message for each in out if isinstance(each, m.Send) and each.session == c]
+    assert told == [m.Finished(2)]
+    assert coordinator_driver.record(driver).generation == 2
+
+
 # REACHED
 def test_nobody_comes_back_while_one_path_is_broken() -> None:
     driver, (a, b, c) = left_out()

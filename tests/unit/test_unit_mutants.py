@@ -202,6 +202,7 @@ RULES = {
         "what is lost stays lost",
         "what is lost stays lost out of office",
     ),
+    "OVER": ("spares go on with a job that has finished",),
     "PERSIST": ("pushed before it is written",),
     "PACK-1": ("a count runs over into the next one", "more counts share a number than it holds exactly"),
     "POSITION-1": ("all steps take the same number of samples",),
