@@ -40,7 +40,6 @@ AGENT-13  Ranks that have found a difference of their states tell the agent, so 
 from __future__ import annotations
 
 import enum
-import itertools
 import signal
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -472,11 +471,9 @@ class AgentState:
 
     def _hosts(self, unreached: Mapping[str, str]) -> str:
         addresses = self._addresses()
-        named = [
-            f"{addresses[agent].rpartition(':')[0] or agent} ({why})"
-            for agent, why in itertools.islice(unreached.items(), _MAX_NAMED)
-        ]
-        num_more = len(unreached) - len(named)
+        hosts = sorted((addresses[agent].rpartition(":")[0] or agent, why) for agent, why in unreached.items())
+        named = [f"{host} ({why})" for host, why in hosts[:_MAX_NAMED]]
+        num_more = len(hosts) - len(named)
         return ", ".join(named) + (f" and {num_more} more" if num_more else "")
 
     def _request_if_ready(self) -> list[Instruction]:
