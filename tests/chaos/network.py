@@ -109,6 +109,19 @@ class Network:
         """What `host` sends to `other` comes back at once as undeliverable from now on."""
         _ip("-n", self._name(host), "route", "add", "unreachable", f"{self.addresses[other]}/32")
 
+    def lose_large_packets(self, host: str, other: str) -> None:
+        """Between both, by a cable of their own. Of what `host` sends, packets beyond 100 bytes are lost: those of the
+        jobs for tests are small. Nobody is told."""
+        ends = {host: (f"to-{other}", "1500"), other: (f"to-{host}", "100")}
+        cable, _ = ends[host]
+        there = ["peer", "name", ends[other][0], "netns", self._name(other)]
+        _ip("-n", self._name(host), "link", "add", cable, "type", "veth", *there)
+        for one, (name, mtu) in ends.items():
+            at = ["-n", self._name(one)]
+            _ip(*at, "link", "set", name, "up", "mtu", mtu, "gso_max_segs", "1")  # a larger one is cut at the other end
+            far = self.addresses[other if one == host else host]
+            _ip(*at, "route", "add", f"{far}/32", "dev", name, "src", self.addresses[one], "advmss", "1460")
+
     def move(self, host: str) -> None:
         """It has an address of its own still, but another one: `addresses` knows."""
         there = ["-n", self._name(host), "address"]
