@@ -55,7 +55,8 @@ NOTICE   While a proposal is undecided, each session is told why once, after the
 NEWEST   An agent has one session here: the newest that it has opened. An older one is closed, whether it has begun or
          the agent has yet to send the decision that its hello names.
 REACHED  While some agents are left out of the newest record, because they and others do not reach each other (NEXT-10),
-         the coordinator ends it at a step boundary, as for a joiner, once one of them and all that take part do.
+         the coordinator ends it at a step boundary, as for a joiner, once one of them and all that take part do. It
+         does not before all of these have told it in their sessions whom they reach, such as after its restart.
 SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
          first process that has used it here.
 """
@@ -106,9 +107,8 @@ from elasticgang.protocol.coordinator_messages import (
     Timeouts,
     Welcome,
 )
-from elasticgang.protocol.cut_off import broken_paths
 from elasticgang.protocol.end_cause import EndCause
-from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts
+from elasticgang.protocol.job_facts import NO_FACTS, AgentFacts, GatheredFacts, JobFacts
 from elasticgang.protocol.next_record import mismatch, next_record
 from elasticgang.protocol.record import NO_RECORD, SPARE, Record, RecordRef, Report, Undecided, Unrecoverable
 
@@ -162,6 +162,7 @@ class _Session:
     is_denied: bool = False  # UNACCEPTED: its newest `Welcome` does not say that this coordinator is in office
     told: str = ""  # NOTICE: the newest reason
     pushed: int = 0  # REPORT: the newest generation that it was sent
+    has_told: bool = False  # REACHED: its facts
 
 
 @dataclass
@@ -367,8 +368,10 @@ class CoordinatorState:
             case JobFailed():
                 return self._fail_job(message, number) if self._is_member(session.agent) else []
             case AgentFacts():
+                is_news = not session.has_told or message.unreached != self._unreached_by(session.agent)
+                session.has_told = True
                 self._facts.replace(session.agent, message)
-                return self._tell_facts() + self._let_back()
+                return self._tell_facts() + (self._let_back() if is_news else [])
 
     def _hear(self, number: int) -> bool:
         """UNACCEPTED: False if it owes an acceptance."""
@@ -525,6 +528,7 @@ class CoordinatorState:
                 return [*out, Send(number, RequestDecision(ref.digest))]
         known = None if hello.decision is None else RecordRef(hello.decision.generation, hello.decision.digest)
         session = self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, known)
+        session.has_told = hello.session == 1  # RESEND: else it tells its facts, whatever they are
         self._session_of[hello.agent] = number
         self._exited.discard(hello.agent)
         if hello.agent not in self._owing or not self._owes(session):
@@ -874,9 +878,22 @@ class CoordinatorState:
         if record is None or not record.cut_off or not self.in_office:
             return []
         away = {each.agent for each in record.cut_off}
-        paths = broken_paths(self._facts.unreached, record.agents)
-        is_back = any(paths.get(agent, away) <= away for agent in away.intersection(self._session_of))
-        return self._join(record.generation) if is_back else []
+        back = {agent for agent in away if self._has_told(agent) and away.issuperset(self._unreached_by(agent))}
+        for agent in record.agents:
+            if not back:
+                return []
+            if agent not in away:
+                if not self._has_told(agent):
+                    return []
+                back.difference_update(self._unreached_by(agent))
+        return self._join(record.generation) if back else []
+
+    def _has_told(self, agent: str) -> bool:
+        number = self._session_of.get(agent)
+        return number is not None and self.sessions[number].has_told
+
+    def _unreached_by(self, agent: str) -> tuple[str, ...]:
+        return self._facts.by_agent.get(agent, NO_FACTS).unreached
 
     def _finish(self, source: int, generation: int) -> Instructions:
         self._finished_in = max(self._finished_in, generation)

@@ -20,7 +20,8 @@ NEXT-8  A record names the newest checkpoint that an agent reports or its parent
 NEXT-9  A record fits the messages that carry it. If it would not, joiners are refused, as many as are too much by the
     record's mean size of an agent, or all agents of a job that has no record.
 NEXT-10  Of agents that do not reach each other, some are left out (CUT-1, CUT-2): their members are spares until they
-    do. The first to stay are those that hold state, and of these the ones with the most members.
+    do. The first to stay are those that hold state or can load it, of these the ones that do not drain, and of these
+    the ones with the most members.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def next_record(
     state = recover(record, reports, [attempt for attempt in known if attempt is not None], lost)
     holders = state.holders(reports) if isinstance(state, CommittedState) else {}
     parts = {member: ModelCoordinates(*holder.model) for member, holder in holders.items()}
-    cut_off = _cut_off(reports, unreached, parts)
+    checkpoint = state.checkpoint if isinstance(state, CommittedState) else ""
+    cut_off = _cut_off(reports, unreached, parts, checkpoint)
     reaching = [report for report in reports if report.agent not in cut_off]
     waiting = _surplus_agents(record, reaching, parts)
     present = [report for report in reaching if report not in waiting]
@@ -97,7 +99,8 @@ def next_record(
             kept=_parts_kept(holders, holds, layouts, number) if len(layouts) > 1 else None,
         )
     except LayoutError as error:
-        return Undecided(str(error))
+        # CUT-2: without surplus agents, the others do not fill the layout.
+        return next_record(record, proposal, lost) if cut_off else Undecided(str(error))
     if not isinstance(state, CommittedState):
         return state
     statuses = state.statuses(planned, holds)
@@ -316,13 +319,20 @@ def _surplus_agents(
 
 
 def _cut_off(
-    reports: Sequence[Report], unreached: Mapping[str, Collection[str]], holds: Mapping[str, ModelCoordinates]
+    reports: Sequence[Report],
+    unreached: Mapping[str, Collection[str]],
+    holds: Mapping[str, ModelCoordinates],
+    checkpoint: str,
 ) -> dict[str, tuple[str, ...]]:
-    """NEXT-10. `holds`: by member, a part of the state."""
+    """NEXT-10. `holds`: by member, a part of the state. `checkpoint`: as in `Record`; who can load it holds it."""
     if not unreached:
         return {}
     told = {report.agent: report for report in reports}
-    parts = {agent: {holds[m.id] for m in report.members if m.id in holds} for agent, report in told.items()}
+    parts: dict[str, set[Hashable]] = {}
+    for agent, report in told.items():
+        parts[agent] = {holds[member.id] for member in report.members if member.id in holds}
+        if checkpoint and report.checkpoint is not None and report.checkpoint.digest == checkpoint:
+            parts[agent].add(checkpoint)
     num_holders = Counter(itertools.chain.from_iterable(parts.values()))
     on_host: Counter[str] = Counter()
     for report in reports:
@@ -338,7 +348,11 @@ def _cut_off(
         num_holders.subtract(own)
         return True
 
-    in_turn = sorted(told, key=lambda agent: (not parts[agent], -len(told[agent].members), agent))
+    def turn(agent: str) -> tuple[bool, bool, int, str]:
+        members = told[agent].members
+        return not parts[agent], all(member.draining for member in members), -len(members), agent
+
+    in_turn = sorted(told, key=turn)
     return find_cut_off(unreached, in_turn, leave_out)
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 RETRY_S = 2.0
 SETTLE_S = 10.0
-MAX_SETTLE_S = 640.0
+_MAX_DOUBLINGS = 6
+MAX_SETTLE_S = SETTLE_S * 2**_MAX_DOUBLINGS
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Reach:
             since_s = self._reached_s[agent]
             if since_s is None:
                 self._reached_s[agent] = now_s
-            elif now_s - since_s >= min(MAX_SETTLE_S, SETTLE_S * 2 ** (self._num_lost[agent] - 1)):
+            elif now_s - since_s >= SETTLE_S * 2 ** min(self._num_lost[agent] - 1, _MAX_DOUBLINGS):
                 del self._reached_s[agent]
         self.next_try_s = now_s + RETRY_S if self._reached_s else None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 from elasticgang.layout import ParallelLayout
@@ -9,7 +11,17 @@ from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.job_facts import AgentFacts
 from elasticgang.protocol.next_record import next_record
-from elasticgang.protocol.record import ACTIVE, LEARNER, NO_RECORD, SPARE, CutOff, Record, Report, Undecided
+from elasticgang.protocol.record import (
+    ACTIVE,
+    LEARNER,
+    NO_RECORD,
+    SPARE,
+    CheckpointRef,
+    CutOff,
+    Record,
+    Report,
+    Undecided,
+)
 from tests.unit import coordinator_driver
 from tests.unit.coordinator_driver import Driver
 from tests.unit.proposals import PAIRS, first, member, report, trained
@@ -75,6 +87,37 @@ def test_a_job_that_needs_both_hosts_tries_again_with_both() -> None:
     assert not following.members(SPARE)
     parts = [report(agent, member(f"{agent}0"), layout=PAIRS) for agent in "ab"]
     assert isinstance(next_record(None, parts, unreached={"a": "b"}), Undecided)  # a pair is on one host
+
+
+# CUT-2
+def test_nobody_is_left_out_if_the_agents_that_may_take_part_do_not_fill_the_layout_then() -> None:
+    layout, sizes = ParallelLayout(min_replicas=6), {"a": 4, "b": 4, "c": 1, "d": 1}
+    proposal = [
+        report(agent, *(member(f"{agent}{number}") for number in range(size)), layout=layout, max_agents=2)
+        for agent, size in sizes.items()
+    ]
+    record = decided(None, proposal, b="a")
+    assert (record.cut_off, record.members(SPARE)) == ((), ("c0", "d0"))
+
+
+# NEXT-10
+def test_a_host_that_drains_is_left_out_before_one_that_stays() -> None:
+    record, attempt = trained("a", "b")
+    drains = report("a", member("a0", attempt, entered=2, active=True, draining=True), seen=record)
+    (stays,) = at_step(record, attempt, "b")
+    assert decided(record, [drains, stays], b="a").cut_off == (CutOff("a", ("b",)),)
+
+
+# CUT-2, NEXT-10
+def test_nobody_is_left_out_who_alone_can_load_the_checkpoint() -> None:
+    saved = CheckpointRef(Attempt(10, 3), "abcd")
+    able, unable = report("b", member("b0"), checkpoint=saved), report("a", member("a0"))
+    record = decided(None, [able, unable])
+    assert (record.checkpoint, record.committed) == ("abcd", saved.attempt)
+    proposal = [replace(each, newest_record=record.ref) for each in (unable, able)]
+    following = decided(record, proposal, a="b")
+    assert following.checkpoint == "abcd"
+    assert following.cut_off == (CutOff("a", ("b",)),)
 
 
 # NEXT-10
@@ -149,3 +192,52 @@ def test_nobody_comes_back_while_one_path_is_broken() -> None:
     tell(driver, [a, b, c])
     record = coordinator_driver.record(driver)
     assert (record.generation, record.members(SPARE)) == (3, ("c/0",))
+
+
+# REACHED
+def test_a_coordinator_that_was_started_again_lets_nobody_back_before_all_have_told_whom_they_reach() -> None:
+    former, _ = left_out()
+    decision = former.state.decision
+    assert decision is not None
+    driver = Driver(granted=True, decision=decision)
+    a, b, c = (driver.open(agent, session=2, decision=decision.ref) for agent in "abc")
+    assert not joins(driver.hear(c, AgentFacts()))
+    assert not joins(driver.hear(b, AgentFacts()))
+    assert not joins(driver.hear(a, AgentFacts(unreached=("c",))))
+    assert joins(driver.hear(a, AgentFacts()))
+
+
+# REACHED
+def test_facts_of_many_agents_cost_no_look_at_all_paths_each() -> None:
+    agents = [f"a{number:03}" for number in range(300)]
+    there, away = agents[:-30], agents[-30:]
+    driver = Driver(granted=True)
+    sessions = {agent: driver.open(agent) for agent in agents}
+    for agent in agents:
+        driver.hear(sessions[agent], m.Ready(replace(coordinator_driver.report(agent), min_agents=len(agents))))
+    driver.wait(0.5)
+    first = coordinator_driver.record(driver).ref
+    for agent in agents:
+        driver.hear(sessions[agent], m.Accepted(first.generation, first.digest))
+        unreached = tuple(there if agent in away else away)
+        driver.hear(sessions[agent], AgentFacts(unreached=unreached))
+    driver.hear(sessions[agents[0]], m.EndGeneration(1))
+    for agent in agents:
+        driver.hear(sessions[agent], m.Ready(coordinator_driver.report(agent, first)))
+    assert len(coordinator_driver.record(driver).cut_off) == len(away)
+    began = time.process_time()
+    outs = [driver.hear(sessions[agent], AgentFacts()) for agent in (*away, *there)]
+    assert time.process_time() - began < 1.0
+    assert [joins(out) for out in outs].index(True) == len(agents) - 1
+
+
+# REACHED
+def test_an_agent_that_has_reached_all_from_the_start_says_nothing_and_keeps_nobody_out() -> None:
+    driver = Driver(granted=True)
+    sessions = [a, b, _] = [driver.open(agent, session=1) for agent in "abc"]
+    tell(driver, sessions)
+    driver.hear(b, AgentFacts(unreached=("a",)))
+    driver.hear(a, m.EndGeneration(1))
+    tell(driver, sessions)
+    assert coordinator_driver.record(driver).cut_off == (CutOff("b", ("a",)),)
+    assert joins(driver.hear(b, AgentFacts()))

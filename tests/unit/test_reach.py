@@ -161,3 +161,14 @@ def test_a_path_that_comes_and_goes_counts_only_once_it_lasts_and_ever_later() -
             now_s += 1.0
         waits.append(now_s - 1.0 - began_s)
     assert waits == [SETTLE_S * 2**number for number in range(7)] + [MAX_SETTLE_S] * 2
+
+
+# REACH-2
+def test_a_path_may_be_lost_for_as_long_as_the_job_lasts() -> None:
+    reach, now_s = Reach(), 0.0
+    for _ in range(1100):
+        reach.tried("", "c", now_s)
+        reach.tried("c", "", now_s)
+        now_s += MAX_SETTLE_S
+        reach.tried("c", "", now_s)
+        assert not reach.unreached
