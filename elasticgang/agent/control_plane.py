@@ -74,9 +74,9 @@ from elasticgang.session.credentials import Credentials
 
 FINISHED_S = 10.0  # CONTROL-5
 _CHECK_S = 0.1
-_BACKLOG = 1024  # connections: all agents of a job may try at once whom they reach
 _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is killed
 SILENT_S = 5.0  # CONTROL-7
+_MAX_QUEUED = 4096  # connections: all agents of a large job try at once whether they reach this one (REACH-1)
 _ANYWHERE = ("192.0.2.1", 9)  # an address for examples, beyond the default route
 _ANYWHERE_6 = ("2001:db8::1", 9)
 
@@ -180,7 +180,7 @@ class ControlPlane:
             f"coordinator at {self.coordinator} lets peers connect",
         )
         try:
-            self._listener = await asyncio.start_server(answer, self.host, 0, backlog=_BACKLOG)
+            self._listener = await asyncio.start_server(answer, self.host, 0, backlog=_MAX_QUEUED)
         except OSError as exc:
             raise OperationalError(f"cannot listen on {self.host}: {exc}") from exc
         self.address = f"{self.host}:{self._listener.sockets[0].getsockname()[1]}"

@@ -52,7 +52,7 @@ def test_a_host_that_reaches_only_the_coordinator_is_left_out_and_comes_back(
         cluster.reached(12, 2)
         own, others = network.addresses["d"], [network.addresses[host] for host in "ab"]
         for agent in agents[:2]:
-            agent.expect_line(f"this host does not reach {own} (no answer)")
+            agent.expect_line(f"this host does not reach {own} (no answer within 2.5 s)")
         assert is_spare(left_out)
         reason = left_out.expect("spare")["reason"]
         assert reason == f"this host and {', '.join(others)} do not reach each other"
@@ -92,7 +92,7 @@ def test_hosts_that_a_job_needs_are_named_at_once_and_go_on_once_they_reach_each
         network.drop("a", "b")
         cluster.release(5)
         own, other = network.addresses["a"], network.addresses["b"]
-        agents[0].expect_line(f"this host does not reach {other} (no answer)")
+        agents[0].expect_line(f"this host does not reach {other} (no answer within 2.5 s)")
         agents[0].expect_line(f"the ranks of {own} and {other} did not connect in the last generation; rank 0 requests")
         agents[0].expect_line(", 2 times in a row: rank 0 stopped while it connected to the other ranks")
         network.pass_on("a", "b")

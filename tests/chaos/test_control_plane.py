@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import subprocess
@@ -460,6 +461,17 @@ def test_an_agent_whose_process_is_gone_is_lost_long_before_its_lease_is_over() 
             coordinator.close()
 
     asyncio.run(run())
+
+
+# CONTROL-3, REACH-1
+def test_an_agent_that_stands_still_is_reached_by_many_at_once() -> None:
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        host, _, port = one.control_plane.address.rpartition(":")
+        with contextlib.ExitStack() as opened:  # the agent's loop does nothing meanwhile
+            for _ in range(300):
+                opened.enter_context(socket.create_connection((host, int(port)), timeout=0.5))
+
+    play(story)
 
 
 # CONTROL-4

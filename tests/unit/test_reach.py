@@ -22,7 +22,7 @@ from elasticgang.protocol.reach import MAX_SETTLE_S, RETRY_S, SETTLE_S, Reach
 from elasticgang.protocol.record import Record
 from tests.unit.agent_hosts import Host, rank_did, record_of, report_of
 
-NOT_REACHED = "no answer"
+NOT_REACHED = "no answer within 2.5 s"
 ADDRESSES = ("10.0.0.1:1", "10.0.0.2:2", "10.0.0.3:3")
 
 
