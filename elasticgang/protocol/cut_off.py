@@ -2,13 +2,17 @@
 
 CUT-1  Of two agents with a broken path between them at most one takes part: a generation with both would not connect.
     The agent with the most broken paths is left out first, and among equals the one that comes later in turn.
-CUT-2  None is left out without which the others could not go on. If that leaves a broken path, nobody is left out: all
-    try again, as if nothing were known of paths.
+CUT-2  None is left out without which the others could not go on. If that leaves a broken path, those that do not reach
+    the first in turn are left out before the others, or the second, up to `_MAX_FIRST`. If each of these leaves a
+    broken path, nobody is left out: all try again, as if nothing were known of paths.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+
+_MAX_FIRST = 4
 
 
 def broken_paths(unreached: Mapping[str, Collection[str]], agents: Collection[str]) -> dict[str, set[str]]:
@@ -23,21 +27,38 @@ def broken_paths(unreached: Mapping[str, Collection[str]], agents: Collection[st
 
 
 def find_cut_off(
-    unreached: Mapping[str, Collection[str]], in_turn: Sequence[str], leave_out: Callable[[str], bool]
+    unreached: Mapping[str, Collection[str]], in_turn: Sequence[str], begin: Callable[[], Callable[[str], bool]]
 ) -> dict[str, tuple[str, ...]]:
     """Those that are left out of the agents `in_turn`, each with those that stay to which its path is broken.
 
-    `leave_out`: leaves the agent out, besides those before. False: the others could not go on without it.
+    `begin`: begins with all agents. What it returns leaves an agent out, besides those before. False: the others could
+    not go on without it.
     """
     paths = broken_paths(unreached, frozenset(in_turn))
     turn = {agent: number for number, agent in enumerate(in_turn)}
+    first = itertools.islice((agent for agent in in_turn if agent in paths), _MAX_FIRST)
+    tried = (_leave_out(paths, turn, begin(), kept) for kept in (None, *first))
+    gone = next((gone for gone in tried if gone is not None), [])
+    stay = set(in_turn).difference(gone)
+    for agent in sorted(gone, key=turn.__getitem__):
+        if not paths[agent] & stay:  # those for which it was left out were, too
+            stay.add(agent)
+    return {agent: tuple(sorted(paths[agent] & stay)) for agent in gone if agent not in stay}
+
+
+def _leave_out(
+    paths: Mapping[str, Collection[str]], turn: Mapping[str, int], leave_out: Callable[[str], bool], kept: str | None
+) -> list[str] | None:
+    """As many as it takes, in turn (CUT-1); before these, all whose path to `kept` is broken. None: a path stays."""
     left = {agent: set(peers) for agent, peers in paths.items()}
     gone: list[str] = []
     needed: set[str] = set()
     while left:
         candidates = left.keys() - needed
+        if kept in left:
+            candidates &= left[kept]
         if not candidates:
-            return {}
+            return None
         agent = max(candidates, key=lambda agent: (len(left[agent]), turn[agent]))
         if not leave_out(agent):
             needed.add(agent)
@@ -47,8 +68,4 @@ def find_cut_off(
             left[peer].discard(agent)
             if not left[peer]:
                 del left[peer]
-    stay = set(in_turn).difference(gone)
-    for agent in sorted(gone, key=turn.__getitem__):
-        if not paths[agent] & stay:  # those for which it was left out were, too
-            stay.add(agent)
-    return {agent: tuple(sorted(paths[agent] & stay)) for agent in gone if agent not in stay}
+    return gone

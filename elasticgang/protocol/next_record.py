@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -333,27 +333,31 @@ def _cut_off(
         parts[agent] = {holds[member.id] for member in report.members if member.id in holds}
         if checkpoint and report.checkpoint is not None and report.checkpoint.digest == checkpoint:
             parts[agent].add(checkpoint)
-    num_holders = Counter(itertools.chain.from_iterable(parts.values()))
-    on_host: Counter[str] = Counter()
-    for report in reports:
-        on_host[report.host] += len(report.members)
 
-    def leave_out(agent: str) -> bool:
-        report, own = told[agent], parts[agent]
-        on_host[report.host] -= len(report.members)
-        is_filled_yet = any(is_filled(layout, on_host) for layout in report.layout.options)
-        if not is_filled_yet or any(num_holders[part] == 1 for part in own):
+    def begin() -> Callable[[str], bool]:
+        num_holders = Counter(itertools.chain.from_iterable(parts.values()))
+        on_host: Counter[str] = Counter()
+        for report in reports:
             on_host[report.host] += len(report.members)
-            return False
-        num_holders.subtract(own)
-        return True
+
+        def leave_out(agent: str) -> bool:
+            report, own = told[agent], parts[agent]
+            on_host[report.host] -= len(report.members)
+            is_filled_yet = any(is_filled(layout, on_host) for layout in report.layout.options)
+            if not is_filled_yet or any(num_holders[part] == 1 for part in own):
+                on_host[report.host] += len(report.members)
+                return False
+            num_holders.subtract(own)
+            return True
+
+        return leave_out
 
     def turn(agent: str) -> tuple[bool, bool, int, str]:
         members = told[agent].members
         return not parts[agent], all(member.draining for member in members), -len(members), agent
 
     in_turn = sorted(told, key=turn)
-    return find_cut_off(unreached, in_turn, leave_out)
+    return find_cut_off(unreached, in_turn, begin)
 
 
 def _refuse(agents: tuple[tuple[str, str], ...]) -> Undecided:

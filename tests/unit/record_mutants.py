@@ -193,15 +193,15 @@ def _change_at_once(self: GatheredFacts, *, on_tick: bool = False) -> JobFacts |
 
 
 def _leave_out_the_first(
-    unreached: Mapping[str, Collection[str]], in_turn: Sequence[str], leave_out: Callable[[str], bool]
+    unreached: Mapping[str, Collection[str]], in_turn: Sequence[str], begin: Callable[[], Callable[[str], bool]]
 ) -> dict[str, tuple[str, ...]]:
-    return find_cut_off(unreached, in_turn[::-1], leave_out)
+    return find_cut_off(unreached, in_turn[::-1], begin)
 
 
 def _leave_out_anybody(
-    unreached: Mapping[str, Collection[str]], in_turn: Sequence[str], leave_out: Callable[[str], bool]
+    unreached: Mapping[str, Collection[str]], in_turn: Sequence[str], begin: Callable[[], Callable[[str], bool]]
 ) -> dict[str, tuple[str, ...]]:
-    return find_cut_off(unreached, in_turn, always(True))
+    return find_cut_off(unreached, in_turn, always(always(True)))
 
 
 RECORD_MUTANTS = {

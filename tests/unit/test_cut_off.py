@@ -13,7 +13,7 @@ from elasticgang.protocol.cut_off import broken_paths, find_cut_off
 
 def left_out(unreached: Mapping[str, str], in_turn: str, needed: Collection[str] = ()) -> dict[str, str]:
     """`unreached`, and what is found, with the peers of each agent as one text."""
-    found = find_cut_off(unreached, in_turn, lambda agent: agent not in needed)
+    found = find_cut_off(unreached, in_turn, lambda: lambda agent: agent not in needed)
     return {agent: "".join(peers) for agent, peers in found.items()}
 
 
@@ -60,7 +60,7 @@ def test_those_that_stay_reach_each_other_and_no_other_could_stay_too() -> None:
             here, there = (one, other) if chance.random() < 0.5 else (other, one)
             unreached.setdefault(here, []).append(there)
         paths = broken_paths(unreached, agents)
-        gone = find_cut_off(unreached, agents, lambda _: True)
+        gone = find_cut_off(unreached, agents, lambda: lambda _: True)
         stay = set(agents) - gone.keys()
         assert stay
         assert not any(paths.get(agent, set()) & stay for agent in stay)

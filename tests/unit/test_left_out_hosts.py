@@ -100,6 +100,18 @@ def test_nobody_is_left_out_if_the_agents_that_may_take_part_do_not_fill_the_lay
     assert (record.cut_off, record.members(SPARE)) == ((), ("c0", "d0"))
 
 
+# CUT-2
+def test_the_half_of_a_parted_network_that_fills_the_layout_goes_on_although_it_has_fewer_hosts() -> None:
+    layout, sizes = ParallelLayout(min_replicas=6), {"a": 4, "b": 4, "c": 1, "d": 1, "e": 1}
+    proposal = [
+        report(agent, *(member(f"{agent}{number}") for number in range(size)), layout=layout)
+        for agent, size in sizes.items()
+    ]
+    record = decided(None, proposal, c="ab", d="ab", e="ab")
+    assert [each.agent for each in record.cut_off] == ["e", "d", "c"]
+    assert record.plan.size == 8
+
+
 # NEXT-10
 def test_a_host_that_drains_is_left_out_before_one_that_stays() -> None:
     record, attempt = trained("a", "b")
