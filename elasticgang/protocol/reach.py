@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 RETRY_S = 2.0
 SETTLE_S = 10.0
-_MAX_DOUBLINGS = 6
-MAX_SETTLE_S = SETTLE_S * 2**_MAX_DOUBLINGS
+MAX_SETTLE_S = 640.0
+_MAX_LOST = 64  # are counted
 
 
 @dataclass
@@ -35,13 +35,13 @@ class Reach:
         """REACH-2. A try has ended at `now_s`. Agents that are in neither were not tried."""
         for agent in unreached:
             if agent not in self._reached_s:
-                self._num_lost[agent] = self._num_lost.get(agent, 0) + 1
+                self._num_lost[agent] = min(self._num_lost.get(agent, 0) + 1, _MAX_LOST)
             self._reached_s[agent] = None
         for agent in [agent for agent in reached if agent in self._reached_s]:
             since_s = self._reached_s[agent]
             if since_s is None:
                 self._reached_s[agent] = now_s
-            elif now_s - since_s >= SETTLE_S * 2 ** min(self._num_lost[agent] - 1, _MAX_DOUBLINGS):
+            elif now_s - since_s >= min(MAX_SETTLE_S, SETTLE_S * 2 ** (self._num_lost[agent] - 1)):
                 del self._reached_s[agent]
         self.next_try_s = now_s + RETRY_S if self._reached_s else None
 

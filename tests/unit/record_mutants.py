@@ -353,7 +353,7 @@ RECORD_MUTANTS = {
     ),
     "a host is left out whom the others need": UnitMutant(
         ((next_record, "find_cut_off", _leave_out_anybody),),
-        test_left_out_hosts.test_a_job_that_needs_both_hosts_tries_again_with_both,
+        test_left_out_hosts.test_who_alone_holds_the_state_stays_although_it_reaches_the_fewest,
     ),
     "spares go on with a job that has finished": UnitMutant(
         ((CoordinatorState, "_has_seated", always(True)),),

@@ -78,6 +78,15 @@ def test_nobody_is_left_out_who_alone_holds_a_part_of_the_state() -> None:
 
 
 # CUT-2
+def test_who_alone_holds_the_state_stays_although_it_reaches_the_fewest() -> None:
+    record, attempt = trained("a")
+    joiners = [report(agent, member(f"{agent}0")) for agent in "bc"]
+    following = decided(record, [*at_step(record, attempt, "a"), *joiners], a="bc")
+    assert following.members(ACTIVE) == ("a0",)
+    assert following.cut_off == (CutOff("c", ("a",)), CutOff("b", ("a",)))
+
+
+# CUT-2
 def test_a_job_that_needs_both_hosts_tries_again_with_both() -> None:
     layout = ParallelLayout(min_replicas=2)
     record = first("a", "b", layout=layout)
