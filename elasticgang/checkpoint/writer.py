@@ -178,20 +178,23 @@ def _warn(what: str, exc: OSError) -> None:
 
 
 class _Requests:
-    """The lines of stdin. `None` after the last."""
+    """The lines of stdin. `None` after the last: stdin may stay open, in a child that the rank has forked."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._buffer = descriptor, b""
+        self._descriptor, self._buffer, self._has_ended = descriptor, b"", False
 
     def next(self) -> dict[str, Any] | None:
-        while b"\n" not in self._buffer:
+        while b"\n" not in self._buffer and not self._has_ended:
             data = os.read(self._descriptor, 1 << 20)
             if not data:
                 return None
             self._buffer += data
+        if self._has_ended:
+            return None
         line, _, self._buffer = self._buffer.partition(b"\n")
         request: dict[str, Any] = json.loads(line)
-        return request
+        self._has_ended = "end" in request
+        return None if self._has_ended else request
 
     def news(self, wait_s: float) -> dict[str, Any]:
         """What the rank says next, if it does within `wait_s`. The end of the rank is a cancellation."""

@@ -14,7 +14,7 @@ from typing import Any
 from elasticgang.checkpoint.writer import Outcome
 from elasticgang.process.own_modules import command_of
 
-_EXIT_TIMEOUT_S = 5.0
+EXIT_TIMEOUT_S = 5.0
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 1 << 20  # at a time: the call holds the GIL
 
@@ -79,13 +79,14 @@ class WriterProcess:
         """End the process, or a save under way."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self.send({"end": True})  # what the script has forked, such as a data worker, keeps stdin open
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.close()
         try:
-            self._process.wait(_EXIT_TIMEOUT_S)
+            self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it is reaped with this process
-                self._process.wait(_EXIT_TIMEOUT_S)
+                self._process.wait(EXIT_TIMEOUT_S)
         self._process.stdout.close()
         os.close(self._descriptor)

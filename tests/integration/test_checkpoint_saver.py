@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from elasticgang import testing
-from elasticgang.checkpoint import listing, saver
+from elasticgang.checkpoint import listing, saver, writer_process
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.protocol.commit import Attempt
@@ -215,6 +216,29 @@ def test_the_writer_ends_with_its_rank(tmp_path: Path) -> None:
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 writer.kill()
+
+
+def test_the_writer_ends_while_a_child_that_the_rank_has_forked_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data worker, for example, which has the descriptors of the rank."""
+    monkeypatch.setattr(writer_process, "EXIT_TIMEOUT_S", 2 * PROMPT_S)  # after which it would be killed
+    rank = Rank(tmp_path)
+    rank.enter(("a0",))
+    rank.train(10).begin()
+    (writer,) = writers()
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+    try:
+        begun_at = time.monotonic()
+        rank.close()
+        assert time.monotonic() - begun_at < PROMPT_S
+        assert child.is_alive()
+        assert not writer.is_running()
+    finally:
+        child.kill()
+        child.join()
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [10]
 
 
 def test_a_step_is_saved_once_and_only_if_it_is_due(tmp_path: Path) -> None:
