@@ -373,7 +373,12 @@ class QuorumManager:
 
     def report_error(self, error: Exception) -> None:
         """Fail the present step on every rank without ending the generation. Use it for an error of this rank alone,
-        such as a loss that is not finite. All ranks try the step again."""
+        such as a loss that is not finite. All ranks try the step again.
+
+        The other ranks learn of it by the vote: go on to the same collectives as they, and to `optim.step`, which
+        returns False on every rank. Where an exception has left the loop over the slots, let it leave `with step:` and
+        catch it there instead.
+        """
         self._driver.lifecycle.report_error()
         if self._step is not None:
             self._step.has_failed = True

@@ -407,7 +407,8 @@ class MemberLifecycle:
         if error is None and not step.has_voted and not was_over:
             raise InvalidOperationError(
                 f"step {step.attempt.step - 1} ended without `optim.step` of an `elasticgang.Optimizer`, so that "
-                "nothing can commit it"
+                "nothing can commit it: call it in each step, also after `report_error`, and catch exceptions "
+                "outside of `with step:`"
             )
         if drops_error and isinstance(error, GangError) and not was_over:
             yield do.Poison(error)
