@@ -229,6 +229,9 @@ class Reducer(Protocol):
     def finish(self) -> None:
         """Wait for the reduction. Raises nothing: the vote finds a poisoned gang."""
 
+    def stages_of(self, parameter: Tensor) -> Sequence[int]:
+        """The stages of a pipeline that have this parameter, if it is a tied one; () otherwise."""
+
     def leave_out_unused(self) -> None:
         """After `finish`, on every rank, if none of them has all: find out which gradients no rank has, and set them to
         None. Raises nothing."""

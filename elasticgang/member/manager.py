@@ -279,6 +279,11 @@ class QuorumManager:
         known = {id(each) for module in wrapped for each in module.parameters()}
         return [number for number, each in enumerate(parameters) if id(each) not in known]
 
+    def stages_of(self, parameter: Tensor) -> Sequence[int]:
+        """The stages that have `parameter`, in ascending order, if a `PipelineParallel` has it as a tied one; ()
+        otherwise."""
+        return next(filter(None, (reducer.stages_of(parameter) for reducer in self._driver.reducers)), ())
+
     def build(self, build: BuildFunction, *, names: NameFunction | None = None) -> SeatState:
         """Register a function that makes the training state, for layouts in which the state depends on the seat.
 

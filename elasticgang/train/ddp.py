@@ -29,7 +29,7 @@ import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -340,6 +340,10 @@ class DistributedDataParallel(nn.Module):
             for parameter, gradient in zip(each.parameters, each.gradients, strict=True):
                 parameter.grad = gradient
         self._forget()
+
+    def stages_of(self, parameter: Tensor) -> Sequence[int]:
+        """None has it but this one."""
+        return ()
 
     def leave_out_unused(self) -> None:
         """DDP-8."""

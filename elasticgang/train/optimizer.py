@@ -271,7 +271,11 @@ class Optimizer:
     def _is_counted(self, parameter: Tensor) -> bool:
         """Whether this rank is the first one of those that have the same elements of the parameter's gradient."""
         named = self._axes_alike.get(parameter, set()) - {name for name, _ in replicating_dims(parameter.grad)}
-        return is_first_replica(parameter.grad) and all(getattr(self._manager.gangs, axis).rank == 0 for axis in named)
+        gangs, stages = self._manager.gangs, self._manager.stages_of(parameter)
+        first = dict.fromkeys(named, 0) | ({"pp": stages[0]} if stages else {})
+        return is_first_replica(parameter.grad) and all(
+            getattr(gangs, axis).rank == rank for axis, rank in first.items()
+        )
 
     def _has_own_meshes(self) -> bool:
         """Whether a parameter is divided along a mesh of the script, in a layout that divides none."""
@@ -359,8 +363,10 @@ class Optimizer:
         """The number of ranks that have the same elements of the parameter's gradient."""
         known = replicating_dims(parameter.grad)
         named = self._axes_alike.get(parameter, set()) - {name for name, _ in known}
-        sizes: list[int] = [size for _, size in known] + [getattr(self._manager.layout, axis) for axis in named]
-        return math.prod(sizes)
+        by_axis: dict[str, int] = {axis: getattr(self._manager.layout, axis) for axis in named}
+        if stages := self._manager.stages_of(parameter):
+            by_axis["pp"] = len(stages)
+        return math.prod([size for _, size in known] + list(by_axis.values()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the wrapped optimizer's. A committed `step` does this by itself."""

@@ -7,11 +7,14 @@ PIPELINE-3  With `keep`, the gradient of each slot is taken from the parameters 
     finish a slot at different times (KEEP-4).
 PIPELINE-4  The messages that a stage sends and receives between two computations start together (MESSAGES-1). Otherwise
     two neighbours that both send before they receive would wait for each other, on a device.
+PIPELINE-5  The gradients of a tied parameter are added after the sum over the replica groups, and on every rank, also
+    one without slots. The first of its stages adds them, so that all have the same bits. A script could not: in the
+    step, the gradients are not yet those of all slots, and a kept slot's would count twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from elasticgang.errors import NotSupportedError
 from elasticgang.gang.torch_process_group import GangProcessGroup
 from elasticgang.member.manager import QuorumManager
+from elasticgang.state.dtensor import like, local
 from elasticgang.train.data import Slots, mixed, seed_generators
 from elasticgang.train.data_loader import LoadedSlots
 from elasticgang.train.sharded import ShardedDataParallel
@@ -43,12 +47,18 @@ class PipelineParallel(ShardedDataParallel):
         outputs: Tensor,
         loss_sum: Callable[[Tensor, Tensor], Tensor],
         keep: bool = False,
+        tied: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """`inputs`, `outputs`: tensors like those that this stage gets and returns for one slot, also on the device
         "meta". `loss_sum`: returns the sum of the losses of one slot from the last stage's output and the targets.
         `keep`: as of `DistributedDataParallel`. `slots` are then without `slots.kept`, and so are the losses.
+        `tied`: for the names of parameters that several stages have, such as an embedding that is also the output, the
+        numbers of these stages, like `{"embedding.weight": (0, manager.layout.pp - 1)}`. Their gradients are added over
+        the stages. The values must be equal at the start, and then stay so. On each stage give the same stages in the
+        same order; the names may differ. The norm for `max_norm` counts the gradient once.
 
         Raises:
+            ValueError: `tied` names stages that there are not, or a parameter that this stage does not have.
             NotSupportedError: `keep` is set, and `module` is sharded by `fully_shard`: in a pipeline it reduces the
                 gradients of all slots together.
         """
@@ -57,7 +67,19 @@ class PipelineParallel(ShardedDataParallel):
                 "`keep` needs the gradient of each slot, but `fully_shard` reduces those of all slots of a pipeline "
                 "together; leave out one of them."
             )
+        pp, given = manager.gangs.pp, {name: sorted(set(stages)) for name, stages in (tied or {}).items()}
+        own = dict(module.named_parameters(remove_duplicate=False))
+        for name, stages in given.items():
+            if not set(stages) <= set(range(pp.size)):
+                raise ValueError(
+                    f"`tied` must name stages from 0 to {pp.size - 1}, but names {stages} for `{name}` instead."
+                )
+            if pp.rank in stages and name not in own:
+                raise ValueError(f"`tied` must name parameters of `module`, but stage {pp.rank} has no `{name}`.")
         super().__init__(manager, module, keep=keep)
+        self._tied = [(own[name], stages) for name, stages in given.items() if pp.rank in stages and len(stages) > 1]
+        if given:
+            self._options += f", tied={list(given.values())}"
         self._inputs, self._outputs = _like_meta(inputs), _like_meta(outputs)
         self._loss_sum = loss_sum
 
@@ -82,6 +104,35 @@ class PipelineParallel(ShardedDataParallel):
         if not len(slots):
             self._manager.step.contribute()
         return [loss.detach() for loss in found]
+
+    def finish(self) -> None:
+        super().finish()
+        for parameter, stages in self._tied:
+            self._add_over(stages, parameter)
+
+    def stages_of(self, parameter: Tensor) -> Sequence[int]:
+        return next((stages for tied, stages in self._tied if tied is parameter), ())
+
+    def _add_over(self, stages: Sequence[int], parameter: nn.Parameter) -> None:
+        """PIPELINE-5. Behind the gradient: how many stages have one."""
+        pp, (first, *others) = self._manager.gangs.pp, stages
+        own = torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
+        flat = torch.cat([own.detach().flatten(), own.new_tensor([parameter.grad is not None])])
+        if pp.rank == first:
+            received = torch.empty_like(flat)
+            for stage in others:
+                pp.recv(received, stage)
+                flat += received
+            for stage in others:
+                pp.send(flat, stage)
+        else:
+            pp.send(flat, first)
+            pp.recv(flat, first)
+        parameter.grad = like(flat[:-1].view(own.shape), parameter) if flat[-1] else None
+
+    def close(self) -> None:
+        super().close()
+        self._tied = []
 
     def _run_schedule(
         self,

@@ -193,6 +193,10 @@ class ShardedDataParallel(nn.Module):
     def has_all(self) -> bool:
         return True  # SHARDED-4
 
+    def stages_of(self, parameter: Tensor) -> Sequence[int]:
+        """None has it but this one."""
+        return ()
+
     def leave_out_unused(self) -> None:
         """Does nothing: `finish` has."""
 
@@ -211,7 +215,8 @@ class ShardedDataParallel(nn.Module):
         if any(map(bool, changed)):
             raise InvalidOperationError(
                 "the gradients were changed between the last backward and `optim.step`, which has yet to sum them over "
-                "the replica groups: to clip them, give `optim.step` a `max_norm`."
+                "the replica groups: to clip them, give `optim.step` a `max_norm`; to add those of stages that share a "
+                "parameter, give `PipelineParallel` its name in `tied`."
             )
 
     def _forget_iteration(self) -> None:

@@ -1,5 +1,5 @@
-"""A model of two stages, which may depend on torch's random numbers by dropout. Run by `test_pipeline.py` as a pipeline
-of one or more replica groups, and alone. Double precision, so that only the order of summation differs.
+"""A model of two stages or more, which may depend on torch's random numbers by dropout. Run by `test_pipeline.py` as a
+pipeline of one or more replica groups, and alone. Double precision, so that only the order of summation differs.
 
 `--loader`: the samples come from worker processes, of a dataset or of streams.
 """
@@ -25,11 +25,13 @@ WIDTH, NUM_SAMPLES, BATCH_SIZE, STEPS = 6, 24, 4, 5
 NUM_SPLITS = 8
 
 
-def stages(dropout: float) -> list[nn.Module]:
+def stages(dropout: float, num: int = 2, *, tied: bool = False) -> list[nn.Module]:
+    """`tied`: the first and the last one have the same weight."""
     torch.manual_seed(7)
-    return [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh(), nn.Dropout(dropout)) for _ in range(2)
-    ]
+    linear = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(num)]
+    if tied:
+        linear[-1].weight = linear[0].weight
+    return [nn.Sequential(each, nn.Tanh(), nn.Dropout(dropout)) for each in linear]
 
 
 def loss_sum(output: Tensor, targets: Tensor) -> Tensor:
@@ -79,6 +81,9 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--slot", type=int, required=True)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--tied", action="store_true", help="one weight in two stages, and clipped gradients")
+    parser.add_argument("--num-stages", type=int, default=2)
+    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--loader", choices=["dataset", "stream"], default="dataset")
     parser.add_argument("--kill", type=int, metavar="STEP", help="the last rank dies once, when this step is reduced")
     parser.add_argument("--output", type=Path, required=True)
@@ -92,15 +97,21 @@ def main() -> None:
     def build(seat: eg.ModelCoordinates) -> dict[str, object]:
         model: eg.ShardedDataParallel
         if args.pp > 1:
-            stage = stages(args.dropout)[seat.pp]
-            model = eg.PipelineParallel(manager, stage, inputs=meta, outputs=meta, loss_sum=loss_sum)
+            stage = stages(args.dropout, args.num_stages, tied=args.tied)[seat.pp]
+            tied = {"0.weight": (0, args.pp - 1)} if args.tied else None
+            model = eg.PipelineParallel(
+                manager, stage, inputs=meta, outputs=meta, loss_sum=loss_sum, keep=args.keep, tied=tied
+            )
         else:
-            model = eg.ShardedDataParallel(manager, nn.Sequential(*stages(args.dropout)))
+            model = eg.ShardedDataParallel(
+                manager, nn.Sequential(*stages(args.dropout, args.num_stages, tied=args.tied))
+            )
         optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
         return {"model": model, "optim": optim, **({"stream": loader} if args.loader == "stream" else {})}
 
     state = manager.build(build)
     losses: dict[int, float] = {}
+    known: dict[tuple[int, int], Tensor] = {}  # on the last stage, by step and slot
     num_started = 0  # by the pipeline, in the last step
     for step in manager.steps(STEPS):
         with step:
@@ -110,6 +121,9 @@ def main() -> None:
                 parts = map(torch.cat, zip(*batches, strict=True)) if batches else (None, None)
                 num_before = num_of(manager.gangs.pp)
                 found = state.model.run(slots, *parts)
+                if found or slots.kept:
+                    known |= {(step.index, slot.number): loss for slot, loss in zip(slots.slots, found, strict=False)}
+                    found += [known[key] for slot in slots.kept if (key := (step.index, slot.number)) in known]
                 num_started = num_of(manager.gangs.pp) - num_before
             else:
                 found = []
@@ -126,9 +140,11 @@ def main() -> None:
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             total = torch.stack([torch.zeros((), dtype=torch.float64), *found]).sum()
-            if state.optim.step(weight=slots.num_samples, sums={"loss": total}):
+            max_norm = 0.5 if args.tied else None
+            if state.optim.step(weight=slots.num_samples, max_norm=max_norm, sums={"loss": total}):
                 losses[step.index] = state.optim.sums["loss"]
-    whole = [value.detach().flatten().tolist() for value in state.model.module.parameters()]
+    named = state.model.module.named_parameters(remove_duplicate=False)
+    whole = [value.detach().flatten().tolist() for _, value in named]
     with args.output.open("a") as file:
         told = {"stage": manager.gangs.pp.rank, "losses": losses, "parameters": whole, "num_started": num_started}
         file.write(json.dumps(told) + "\n")

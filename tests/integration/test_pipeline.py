@@ -34,7 +34,7 @@ def flat(value: Any) -> list[float]:
 def check(ranks: list[dict[str, Any]], losses: dict[str, float], parameters: list[list[float]]) -> None:
     """`losses` and `parameters`: those of the whole model."""
     found = {rank["stage"]: rank["parameters"] for rank in ranks}
-    assert flat(found[0] + found[1]) == pytest.approx(flat(parameters), rel=1e-9, abs=1e-12)
+    assert flat([found[stage] for stage in sorted(found)]) == pytest.approx(flat(parameters), rel=1e-9, abs=1e-12)
     for rank in ranks:
         assert rank["parameters"] == found[rank["stage"]]
         assert len(losses) == STEPS
@@ -82,4 +82,24 @@ def test_workers_load_for_all_stages_also_when_a_rank_is_killed(loader: str, tmp
     (alone,) = run(tmp_path / "alone", 1, 1, 0.0, "--loader", loader)
     ranks = run(tmp_path / "ranks", 4, 1, 0.0, "--loader", loader, "--kill", "2")
     assert (tmp_path / "ranks.killed").exists()
+    check(ranks, alone["losses"], alone["parameters"])
+
+
+# PIPELINE-5
+@pytest.mark.parametrize("more", [["--kill", "2"], ["--kill", "2", "--keep"]])
+def test_a_tied_parameter_gets_the_gradients_of_all_its_stages(more: list[str], tmp_path: Path) -> None:
+    """Two replica groups of two stages, which have one weight. One of the ranks is killed."""
+    (alone,) = run(tmp_path / "alone", 1, 1, 0.0, "--tied")
+    ranks = run(tmp_path / "ranks", 4, 1, 0.0, "--tied", *more)
+    assert (tmp_path / "ranks.killed").exists()
+    check(ranks, alone["losses"], alone["parameters"])
+    assert len({tuple(rank["parameters"][0]) for rank in ranks}) == 1, "the weights differ"
+
+
+# PIPELINE-5
+def test_a_parameter_that_some_stages_have_counts_once_in_the_norm(tmp_path: Path) -> None:
+    """Two of three have it."""
+    (alone,) = run(tmp_path / "alone", 1, 1, 0.0, "--tied", "--num-stages", "3")
+    ranks = run(tmp_path / "ranks", 3, 1, 0.0, "--tied", "--num-stages", "3", "--pp", "3")
+    assert {rank["stage"] for rank in ranks} == {0, 1, 2}
     check(ranks, alone["losses"], alone["parameters"])

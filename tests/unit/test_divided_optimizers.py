@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -34,6 +34,9 @@ class Wrapper:
 
     def __init__(self, *, is_reproducible: bool = True) -> None:
         self.is_reproducible = is_reproducible
+
+    def stages_of(self, parameter: Tensor) -> Sequence[int]:
+        return ()
 
     def leave_out_unused(self) -> None: ...
 
