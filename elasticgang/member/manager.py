@@ -407,6 +407,8 @@ class QuorumManager:
     def steps(self, num_steps: int) -> Iterator[Step]:
         """Yield the next step until `num_steps` are committed. A step that did not commit is yielded again.
 
+        There is one such loop to a job, also for several epochs, which `step.index` tells apart.
+
         It blocks between steps while the job changes its generation, and while this rank is a spare. After the loop
         this rank holds the final state, unless the loop ended early: it does at a boundary between steps once this
         rank drains (see `leave`).
@@ -431,7 +433,10 @@ class QuorumManager:
                 "a layout with a `fallback` needs `build`, which makes the state for each layout"
             )
         if lifecycle.has_left:
-            raise InvalidOperationError("this rank has left the job; there is one loop over `steps` to a job")
+            raise InvalidOperationError(
+                "this rank has left the job: there is one loop over `steps` to a job. Give it the steps of all epochs, "
+                "and tell the epoch by `step.index`"
+            )
         drain.in_loop = True
         returned = False
         try:

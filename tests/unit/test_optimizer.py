@@ -61,6 +61,18 @@ def test_a_step_is_entered_once() -> None:
     assert committed == [1, 2]
 
 
+def test_a_second_loop_is_refused_and_names_the_way_to_have_epochs() -> None:
+    ours, parameter = eg.join(), torch.nn.Parameter(torch.ones(2))
+    optim = eg.Optimizer(ours, torch.optim.SGD([parameter], lr=0.1))
+    ours.register_state(parameters=torch.nn.ParameterList([parameter]), optim=optim)
+    for step in ours.steps(2):
+        with step:
+            parameter.sum().backward()  # type: ignore[no-untyped-call]
+            assert optim.step(weight=1.0)
+    with pytest.raises(eg.InvalidOperationError, match=r"one loop over `steps` .* tell the epoch by `step\.index`"):
+        next(ours.steps(4))
+
+
 def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
     manager = eg.join()
     weight = torch.nn.Parameter(torch.ones(2))
