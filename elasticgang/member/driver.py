@@ -13,7 +13,8 @@ DRIVER-4  A rank without state compares the form of its own with that of a peer 
     others, and the job would end or train wrong.
 DRIVER-5  In the first `_NUM_COMPARED` steps in which such a rank votes, it compares the settings of its optimizer with
     those of a peer that was there before, once both are about to vote. Some may come from the script alone, such as a
-    learning rate that it sets in each step. If they differ it raises an error before it votes.
+    learning rate that it sets in each step, or parameters that it has frozen. If they differ it raises an error before
+    it votes.
 DRIVER-6  No gradient outlives its step: not in a step that is tried again, and not where another optimizer has taken
     the step. A sum over the ranks would count it once more for each of them, and a rank that has healed has none.
 DRIVER-7  As in DRIVER-3, a number that stands for the learning rates is summed, unless stages of a pipeline may have

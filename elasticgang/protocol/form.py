@@ -4,6 +4,7 @@ Pure. Values change from step to step, and are no part of it.
 
 FORM-1  Two forms are alike if they have the same items with the same descriptions, whatever their order. Where an order
     counts, as that of an optimizer's parameters, the items have numbers.
+FORM-2  An item that one of the ranks describes as `UNKNOWN` is no difference.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TypeAlias
 
 Item: TypeAlias = tuple[str, str]  # the name of an object, and its description
 Form: TypeAlias = tuple[Item, ...]
+
+UNKNOWN = "unknown"
 
 
 def form_from_json(data: Iterable[Iterable[object]]) -> Form:
@@ -31,6 +34,7 @@ def difference(own: Form, other: Form) -> str | None:
     forms are alike."""
     here, there = dict(own), dict(other)
     names = [name for name in {**there, **here} if here.get(name) != there.get(name)]  # FORM-1
+    names = [name for name in names if UNKNOWN not in (here.get(name), there.get(name))]  # FORM-2
     if not names:
         return None
     first, num_more = names[0], len(names) - 1

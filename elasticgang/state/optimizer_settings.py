@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from elasticgang.errors import WireError
-from elasticgang.protocol.form import Form, Item
+from elasticgang.protocol.form import UNKNOWN, Form, Item
 
 _NO_SETTINGS = ("params", "param_names")  # of a parameter group
 
@@ -76,14 +76,23 @@ def _made_as(like: tuple[Any, ...], items: tuple[Any, ...]) -> tuple[Any, ...]:
     return type(like)(*items) if hasattr(like, "_fields") else items
 
 
-def settings_form(optimizer: Any, max_norm: float | None) -> Form:
-    """The settings of all groups, and the limit of the gradients' norm: numbers, strings and what is made of them."""
+def settings_form(optimizer: Any, max_norm: float | None, required: Sequence[Sequence[bool]] | None = None) -> Form:
+    """The settings of all groups, and the limit of the gradients' norm: numbers, strings and what is made of them.
+    `required`: of each group, which parameters require gradients; None: this rank cannot say."""
     found: list[Item] = [] if max_norm is None else [("`max_norm`", _described(max_norm) or "")]
     for number, group in enumerate(groups_of(optimizer)):
         for key, value in settings_of(group).items():
             if (description := _described(value)) is not None:
                 found.append((f"{key!r} of parameter group {number}", description))
+        described = (
+            UNKNOWN if required is None else _all_but([at for at, is_so in enumerate(required[number]) if not is_so])
+        )
+        found.append((f"what requires gradients in parameter group {number}", described))
     return tuple(found)
+
+
+def _all_but(places: Sequence[int]) -> str:
+    return f"each parameter but {', '.join(map(str, places))}" if places else "each parameter"
 
 
 def _described(value: Any) -> str | None:

@@ -30,7 +30,7 @@ def training(directory: Path, *, change: str, begins: bool = False, builds: bool
         here, rank = pathlib.Path({str(directory)!r}), int(os.environ["LOCAL_RANK"])
         manager = eg.join()
         sizes, names, optimizer, frozen, steps = 3, ("one", "two"), torch.optim.AdamW, (), 10**9
-        rate, decay, norm = 0.1, 0.99, 1.0
+        rate, decay, norm, freezes_at = 0.1, 0.99, 1.0, 0
         if rank == 1 and ({begins} or (here / "killed").exists()):
             {change}
 
@@ -50,6 +50,8 @@ def training(directory: Path, *, change: str, begins: bool = False, builds: bool
         batches = eg.GlobalBatch(16, size=4, slot=2)
         for step in manager.steps(steps):
             with step:
+                if step.index >= freezes_at > 0:
+                    state.model.module.get_submodule("one").requires_grad_(False)
                 slots = batches.slots(step)
                 for slot in slots:
                     with state.model.accumulate(last=slot.last):
@@ -104,12 +106,20 @@ def test_a_rank_that_comes_back_with_another_form_is_refused_and_the_others_go_o
 # DRIVER-5
 @pytest.mark.parametrize(
     ("change", "what"),
-    [("rate = 0.2", "'lr' of parameter group 0"), ("norm = 2.0", "`max_norm` is 2 here, and 1 there")],
+    [
+        ("rate = 0.2", "'lr' of parameter group 0"),
+        ("norm = 2.0", "`max_norm` is 2 here, and 1 there"),
+        (
+            "freezes_at = -1",  # as a script that freezes in one step, which this rank has not run
+            "what requires gradients in parameter group 0 is each parameter here, and each parameter but 0, 1 there",
+        ),
+    ],
 )
 def test_a_rank_that_comes_back_with_other_settings_is_refused_before_it_votes(
     tmp_path: Path, change: str, what: str
 ) -> None:
-    with Job(tmp_path, training(tmp_path, change=change), ranks=2) as job:
+    setup = "freezes_at = freezes_at or 3"
+    with Job(tmp_path, training(tmp_path, change=change, setup=setup), ranks=2) as job:
         job.expect_line(REFUSED)
         (tmp_path / "over").touch()
         assert job.wait() == 0, job.stderr

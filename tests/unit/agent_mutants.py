@@ -180,6 +180,10 @@ AGENT_MUTANTS = {
         ((AgentState, "_go_on_without", lambda self, rank, is_known: [Restart(rank.local_rank, 0.0)]),),
         test_agent_state.test_a_rank_whose_state_is_of_another_form_is_refused_alone,
     ),
+    "what a rank cannot say differs": UnitMutant(
+        ((form, "difference", lambda own, other: None if sorted(own) == sorted(other) else "an item"),),
+        test_form.test_what_one_rank_cannot_say_is_no_difference,
+    ),
     "the order of a form counts": UnitMutant(
         ((form, "difference", lambda own, other: None if own == other else "the order"),),
         test_form.test_the_order_of_the_items_does_not_count,

@@ -17,6 +17,13 @@ def test_the_order_of_the_items_does_not_count() -> None:
     assert form.digest_of(OWN) == form.digest_of(OWN[::-1]) != form.digest_of(OWN[1:])
 
 
+# FORM-2
+def test_what_one_rank_cannot_say_is_no_difference() -> None:
+    unknown: Form = ((OWN[0][0], form.UNKNOWN), OWN[1])
+    assert form.difference(OWN, unknown) is form.difference(unknown, OWN) is None
+    assert form.difference(OWN[:1], unknown) == "the class of 'optim' is missing here, and torch.optim.sgd.SGD there"
+
+
 # FORM-1
 @pytest.mark.parametrize(
     ("own", "other", "words"),

@@ -101,6 +101,7 @@ RULES = {
     "FACTS-WHOLE": ("facts cross a record", "facts outlive their agent", "facts are told once"),
     "FENCE": ("a record is delivered without a lease", "an agent is ready beside a record that waits"),
     "FORM-1": ("the order of a form counts",),
+    "FORM-2": ("what a rank cannot say differs",),
     "HANG-1": ("a rank that is blocked may hang", "every edge blocks every rank"),
     "HANG-2": ("nobody is blocked in a collective",),
     "HANG-3": ("paused time counts", "the agent's own standstill counts"),
