@@ -39,7 +39,7 @@ _HOST_FAULTS = frozenset(
         *("is narrow", "is wide"),
     }
 )
-_BLOCKED, _UNBLOCKED = "loses its path to ", "regains its path to "  # both ways
+_BLOCKED, _UNBLOCKED = "loses its path to ", "regains its path to "
 _COORDINATOR_FAULTS = frozenset({"crashes", "is parted", "is back", "stops", "goes on"})
 
 Move = tuple[str, str]  # the actor and its action
@@ -86,7 +86,7 @@ class Cluster:
         self._living: list[CoordinatorProcess] = []
         self.zone_of: dict[str, str] = {}  # of each address
         self.disk = Disk() if setting.has_directory else None
-        self.blocked: set[frozenset[str]] = set()  # pairs of hosts that do not reach each other
+        self.blocked: set[tuple[str, str]] = set()  # hosts of which the first opens no connection to the second
         self.given_up = ""
         self._held_when_lost: set[Rank] = set()  # when a coordinator last said that the state is lost
         self.finished = False
@@ -173,8 +173,7 @@ class Cluster:
             if verb in _HOST_FAULTS:
                 return True
             if verb.startswith((_BLOCKED, _UNBLOCKED)):
-                pair = frozenset((name, verb.split()[-1]))
-                return (pair in self.blocked) == verb.startswith(_UNBLOCKED)
+                return ((name, verb.split()[-1]) in self.blocked) == verb.startswith(_UNBLOCKED)
             return verb in host.moves(self) or (verb in host.faults() and not host.is_frozen and not host.is_stopped)
         rank = self.ranks.get(name)
         if rank is None or rank not in self.actors:
@@ -291,7 +290,7 @@ class Cluster:
             self.seen.add(f"{what} paused beyond its lease")
 
     def _block(self, host: Host, verb: str) -> None:
-        pair = frozenset((host.name, verb.split()[-1]))
+        pair = host.name, verb.split()[-1]
         if verb.startswith(_BLOCKED):
             self.blocked.add(pair)
             self.seen.add("blocked path")
@@ -305,7 +304,7 @@ class Cluster:
                 generation.sever()
 
     def _is_parted(self, generation: SimulatedGeneration) -> bool:
-        if any(pair <= generation.hosts for pair in self.blocked):
+        if any(generation.hosts.issuperset(pair) for pair in self.blocked):
             return True
         return len({self.hosts[name].zone for name in generation.hosts}) > 1
 
@@ -354,9 +353,7 @@ class Cluster:
 
     def reaches(self, one: str, other: str) -> bool:
         a, b = self.hosts[one], self.hosts[other]
-        return one == other or (
-            a.alive and b.alive and a.zone == b.zone and frozenset((one, other)) not in self.blocked
-        )
+        return one == other or (a.alive and b.alive and a.zone == b.zone and (one, other) not in self.blocked)
 
     def generation(self, record: Record) -> SimulatedGeneration:
         if record.digest not in self.generations:

@@ -272,7 +272,7 @@ class Faults:
             if host.alive:
                 states = ((host.is_frozen, "thaws"), (host.is_stopped, "goes on"), (host.zone != "", "is back"))
                 mends += [(host.name, verb) for is_so, verb in (*states, (host.is_narrow, "is wide")) if is_so]
-        mends += [(one, f"regains its path to {other}") for one, other in sorted(map(sorted, cluster.blocked))]
+        mends += [(one, f"regains its path to {other}") for one, other in sorted(cluster.blocked)]
         living = cluster.living()
         mends += [(c.name, "goes on") for c in living if c.is_stopped]
         mends += [(c.name, "is back") for c in living if c.zone]

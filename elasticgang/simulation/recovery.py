@@ -112,8 +112,8 @@ def _repair(cluster: Cluster, do: Callable[[Move], None], num_whole: int) -> Non
             do((c.name, "is back"))
         if c.is_stopped:
             do((c.name, "goes on"))
-    for one, other in sorted(map(sorted, cluster.blocked)):
-        do((one, f"regains its path to {other}") if cluster.hosts[one].alive else (other, f"regains its path to {one}"))
+    for one, other in sorted(cluster.blocked):
+        do((one, f"regains its path to {other}"))
     for host in [host for host in cluster.hosts.values() if host.alive]:
         mends = ((host.is_frozen, "thaws"), (host.is_stopped, "goes on"), (host.is_slow, "is quick"))
         for is_so, verb in (*mends, (host.is_narrow, "is wide")):
