@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+REPOSITORY = Path(__file__).parents[2]
 FORBIDDEN = {
     "socket.__new__": "opens a socket",
     "os.fork": "forks",
@@ -36,7 +37,10 @@ def _fail(what: str) -> NoReturn:
 
 
 def _is_temporary(path: Path) -> bool:
-    return path.is_relative_to(tempfile.gettempdir()) or path == Path(os.devnull)
+    """A clone below the temporary folder is not temporary."""
+    folder = Path(tempfile.gettempdir())
+    is_own = path.is_relative_to(REPOSITORY) and not folder.is_relative_to(REPOSITORY)
+    return (path.is_relative_to(folder) and not is_own) or path == Path(os.devnull)
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,14 @@ from tests.conftest import LONG, TESTS
 def test_impure_acts_fail(act: Callable[[], object], what: str) -> None:
     with pytest.raises(pytest.fail.Exception, match=rf"tests/unit is pure, but this test {what}.*tests/integration"):
         act()
+
+
+def test_a_clone_below_the_temporary_folder_is_not_written_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(TESTS.parent.parent))
+    path = Path(__file__).with_name("written.txt")
+    with pytest.raises(pytest.fail.Exception, match=r"writes .*written\.txt"):
+        path.open("x").close()
+    assert not path.exists()
 
 
 def fork() -> None:
