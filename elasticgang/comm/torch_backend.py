@@ -15,6 +15,7 @@ imported with the first group.
 from __future__ import annotations
 
 import functools
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +49,22 @@ def _serve_monitored_barrier() -> None:
     base: Any = dist.ProcessGroup  # torch's stubs lack the method
 
     @functools.wraps(theirs)
-    def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
         pg: Any = dist.group.WORLD if group is None else group
         own = getattr(type(pg), "monitored_barrier", None)
         if own in (None, base.monitored_barrier) or is_outside(group):
             theirs(group, timeout, wait_all_ranks)
-        else:
-            pg.monitored_barrier(timeout, wait_all_ranks)
+            return
+        if isinstance(timeout, float):  # as torch does
+            warnings.warn(
+                "Please specify timeout arg as a timedelta. "
+                f"Converting current value of {timeout} assuming it represents seconds",
+                stacklevel=2,
+            )
+            timeout = timedelta(seconds=timeout)
+        pg.monitored_barrier(timeout, wait_all_ranks)
 
     dist.monitored_barrier = distributed_c10d.monitored_barrier = monitored_barrier
 

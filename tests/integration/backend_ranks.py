@@ -8,6 +8,7 @@ import gc
 import json
 import pickle
 import tempfile
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -167,7 +168,11 @@ def monitored_barrier(rank: int) -> list[object]:
     dist.monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)
     if rank in (0, 2):
         dist.monitored_barrier(group)
-    return ["passed"]
+    timeout: Any = 30.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.monitored_barrier(timeout=timeout)
+    return ["passed", *(str(each.message) for each in caught)]
 
 
 def checkpoints(rank: int) -> list[float]:
