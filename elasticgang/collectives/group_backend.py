@@ -64,7 +64,10 @@ class GroupBackend:
 class BackendQueries:
     """A mixin that answers the queries. `_served` names the device types of the group."""
 
+    supports_abort_hooks = False
+    supports_completion_hooks = False
     supports_reconfigure = False
+    supports_window = False
     use_pg_for_symm_mem_rendezvous = False
 
     def _served(self) -> Sequence[str]:

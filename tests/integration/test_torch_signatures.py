@@ -335,8 +335,7 @@ INHERITED = {
 # Asked of a backend in C++: they raise. There is no hook of a call to unregister.
 SINCE_2_15 = {
     "_add_ephemeral_timeout", "get_backend", "get_reconfigure_handle", "new_window", "register_abort_hook",
-    "supports_abort_hooks", "supports_completion_hooks",
-    "supports_reconfigure", "supports_window", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook",
+    "supports_reconfigure", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook",
 }  # fmt: skip
 
 
@@ -367,6 +366,9 @@ def test_devices_and_abilities_are_gloos(ours: Ring, gloo: Ring) -> None:
         for name in dir(theirs):
             if name.startswith("supports_") and name not in NOT_ALIKE:
                 assert getattr(backend, name) == getattr(theirs, name), name
+        for name in vars(ProcessGroup):  # since torch 2.15 a group is asked too
+            if name.startswith("supports_") and name not in NOT_ALIKE:
+                assert getattr(pg, name) == getattr(gloo[0]._pg, name), name
         assert backend.supports_tensor_alloc(cpu) == theirs.supports_tensor_alloc(cpu)
         assert backend.supports_splitting == isinstance(pg, GangProcessGroup)
         assert (backend.rank(), backend.size(), backend.name()) == (pg.rank(), pg.size(), pg.getBackendName())
