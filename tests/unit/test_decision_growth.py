@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import FrameType, SimpleNamespace
@@ -58,12 +59,16 @@ def num_opcodes(function: Callable[[], object]) -> int:
         opcodes += event == "opcode"
         return count
 
-    former = sys.gettrace()
+    former, frame = sys.gettrace(), inspect.currentframe()
+    assert frame is not None
+    frame.f_trace_opcodes = True  # Python 3.12 traces none if no frame had asked for them before `settrace`
     sys.settrace(count)
     try:
         function()
     finally:
         sys.settrace(former)
+        frame.f_trace_opcodes = False
+    assert opcodes
     return opcodes
 
 
