@@ -223,7 +223,9 @@ class Faults:
             case "gil":
                 re.match("(a+)+$", "a" * 64 + "b")  # years, and it never lets go
             case "gil-asleep":
-                ctypes.PyDLL(None).sleep(10**6)  # as some call of a library that does not let go of it either
+                mutex = ctypes.create_string_buffer(128)  # a `pthread_mutex_t` as it is initialized
+                for _ in range(2):  # as some call of a library that does not let go of it either, nor ends by a signal
+                    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
             case "busy":
                 time.sleep(seconds)
             case "paused":
