@@ -120,7 +120,7 @@ def groups_that_overlap() -> Values:
     return {"sums": [_sum(group) for each, group in zip(ranks, groups, strict=True) if dist.get_rank() in each]}
 
 
-if torch.__version__ < "2.15":  # which counts such a group on its members alone: the next `new_group` hangs
+if torch.__version__ < "2.14":  # which counts such a group on its members alone: the next `new_group` hangs
 
     @program()
     def group_that_only_its_members_make() -> Values:
