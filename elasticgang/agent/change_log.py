@@ -66,9 +66,11 @@ class ChangeLog:
 
 
 def _seats(record: Record) -> list[dict[str, Any]]:
-    """The seats by agent: (local rank, rank or None, status)."""
+    """The seats by agent: (local rank, rank or None, status). Of one that is left out, the hosts beyond its reach."""
     found: dict[str, dict[str, Any]] = {}
     for seat in record.seats:
         agent = found.setdefault(seat.agent, {"agent": seat.agent, "host": seat.host, "seats": []})
         agent["seats"].append((seat.local_rank, record.plan.ranks.get(seat.member), seat.status))
+    for away, _ in record.cut_off:
+        found[away]["out_of_reach"] = record.hosts_out_of_reach(away)
     return list(found.values())

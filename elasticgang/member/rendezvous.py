@@ -97,10 +97,8 @@ def master_host(record: Record) -> str:
 def why_spare(record: Record, member: str) -> str:
     """In words."""
     seat = record.seat(member)
-    for agent, peers in record.cut_off:
-        if seat is not None and seat.agent == agent:
-            hosts = dict(zip(record.agents, (address.rpartition(":")[0] for address in record.addresses), strict=True))
-            return f"this host and {', '.join(sorted({hosts[peer] for peer in peers}))} do not reach each other"
+    if seat is not None and (hosts := record.hosts_out_of_reach(seat.agent)):
+        return f"this host and {', '.join(hosts)} do not reach each other"
     spares, unit, num_groups = record.plan.spares, record.layout.unit, record.plan.shape[1]
     groups = f"{num_groups} replica group{'' if num_groups == 1 else 's'}" + (f" of {unit}" if unit > 1 else "")
     turn = f"number {spares.index(member) + 1} of {len(spares)}" if len(spares) > 1 else "the only one"

@@ -285,6 +285,12 @@ class Record:
         """The digests of some records before this one, newest first."""
         return (self.parent, *self.ancestors)[:_NUM_ANCESTORS] if self.parent else ()
 
+    def hosts_out_of_reach(self, agent: str) -> tuple[str, ...]:
+        """Of an agent that is left out: the hosts of the first few to which its path is broken. Otherwise ()."""
+        addresses = dict(zip(self.agents, self.addresses, strict=False))
+        peers = next((peers for away, peers in self.cut_off if away == agent), ())
+        return tuple(sorted({addresses[peer].rpartition(":")[0] for peer in peers}))
+
     def members(self, status: str) -> tuple[str, ...]:
         return tuple(seat.member for seat in self.seats if seat.status == status)
 

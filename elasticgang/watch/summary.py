@@ -344,7 +344,14 @@ class Summary:
             if is_here and local_rank in here:
                 seat |= {"step": here[local_rank].step, "doing": here[local_rank].doing}
             seats.append(seat)
-        return {"agent": host["agent"], "host": host["host"], "is_here": is_here, "seats": seats}
+        out_of_reach = list(host.get("out_of_reach", ()))
+        return {
+            "agent": host["agent"],
+            "host": host["host"],
+            "is_here": is_here,
+            "out_of_reach": out_of_reach,
+            "seats": seats,
+        }
 
     def _under_way(self, work: Mapping[str, tuple[int, int]], name: str) -> list[dict[str, int]]:
         """The ranks of this host that do it at this moment. `name`: of the bytes that are done."""

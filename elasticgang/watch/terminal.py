@@ -52,7 +52,9 @@ def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
     shown = _shown(status["hosts"])
     for host in shown:
         here = ", this agent" if host["is_here"] and len(status["hosts"]) > 1 else ""
-        yield f"  {host['host']} ({host['agent']}{here}): {_seats(host['seats'])}"
+        hosts = ", ".join(host["out_of_reach"])
+        why = f" (left out: it and {hosts} do not reach each other)" if hosts else ""
+        yield f"  {host['host']} ({host['agent']}{here}): {_seats(host['seats'])}{why}"
     if hidden := [host for host in status["hosts"] if host not in shown]:
         counts = Counter(seat["status"] for host in hidden for seat in host["seats"])
         yield f"  and {len(hidden)} more hosts: {_counts(counts)}"

@@ -56,6 +56,8 @@ def test_a_host_that_reaches_only_the_coordinator_is_left_out_and_comes_back(
         assert is_spare(left_out)
         reason = left_out.expect("spare")["reason"]
         assert reason == f"this host and {', '.join(others)} do not reach each other"
+        told = agents[0].expect("generation", generation=2)["seats"]
+        assert [host["out_of_reach"] for host in told if "out_of_reach" in host] == [others]
         for other in "ab":
             network.pass_on("d", other)
         cluster.join_noticed(12, 2)

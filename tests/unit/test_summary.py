@@ -447,6 +447,15 @@ def test_a_coordinator_that_is_away_is_shown_until_it_is_back() -> None:
     assert report([*RUNS, away], {}, 24.0, is_alive=False)["coordinator_away"] is None
 
 
+def test_a_host_that_is_left_out_is_shown_with_those_that_it_does_not_reach() -> None:
+    record = generation(11.0, 1, 0)
+    record["seats"][1]["out_of_reach"] = ["10.0.0.1", "10.0.0.2"]
+    found = report([*STARTED, record], PAGES, 12.0)
+    assert [host["out_of_reach"] for host in found["hosts"]] == [[], ["10.0.0.1", "10.0.0.2"]]
+    line = "  k (k-1): spare (left out: it and 10.0.0.1, 10.0.0.2 do not reach each other)"
+    assert line in lines_of(found)
+
+
 def test_the_terminal_shows_it_in_a_few_lines() -> None:
     pages = {**PAGES, "h-1/0/a": RankStatus(8, 1, "WAITING", COMMITS, (0, 0), {"loss": (float("nan"), 0.0)})}
     text = "\n".join(lines_of(report(RUNS, pages, 20.25)))

@@ -72,7 +72,8 @@ function showSeats(status) {
   fill("hosts", status.hosts.map((host, place) => {
     const row = make("div", host.is_here ? "host here" : "host");
     const name = isUnique(names[place]) ? names[place] : host.agent;
-    row.append(make("span", "", name, `${host.agent} at ${host.host}${host.is_here ? ", this host" : ""}`));
+    const unreached = host.out_of_reach.length ? `, left out: it and ${host.out_of_reach.join(", ")} do not reach each other` : "";
+    row.append(make("span", "", name, `${host.agent} at ${host.host}${host.is_here ? ", this host" : ""}${unreached}`));
     for (const seat of host.seats) {
       const isGone = isLive && host.is_here && seat.doing === undefined;
       const share = host.is_here && healing.has(seat.local_rank) ? `, heals: ${Math.round(100 * healing.get(seat.local_rank))} %` : "";
