@@ -6,12 +6,12 @@ import asyncio
 import time
 
 from elasticgang.agent.change_log import ChangeLog
-from elasticgang.agent.hang_monitor import kill_comm
+from elasticgang.agent.hang_monitor import kill_comm, read_status
 from elasticgang.agent.job import Events, Output
 from elasticgang.agent.rank_processes import RankProcess, RankProcesses
 from elasticgang.process import stacks
 from elasticgang.process.daemon_thread import in_daemon_thread
-from elasticgang.protocol.hang_detector import CommHung, HangReport, Standstill
+from elasticgang.protocol.hang_detector import CommHung, HangReport, Standstill, goes_on
 
 _STACK_S = 1.0
 
@@ -26,7 +26,7 @@ class HangResponse:
 
     async def kill(self, report: HangReport) -> None:
         """RULE-8. The agent restarts the rank, as after any kill. It reads the rank's stack before, for at most
-        `_STACK_S`, and kills the rank also if it cannot read it."""
+        `_STACK_S`, and kills the rank also if it cannot read it, but not if it goes on meanwhile (HANG-6)."""
         rank = next(iter(self._ranks.of([report.member])), None)
         if rank is None or rank.member in self._killing:
             return
@@ -36,14 +36,15 @@ class HangResponse:
         comm = report.pid if isinstance(report, CommHung) else None
         if comm is None:
             self._killing.add(rank.member)
+            before = read_status(rank.member, rank.page)
             try:
                 stack = await asyncio.wait_for(_stack_of(rank), _STACK_S)
             except asyncio.TimeoutError:
                 stack = "its stack could not be read in time"
             finally:
                 self._killing.discard(rank.member)
-            if rank.status is not None:  # it has exited meanwhile
-                return
+            if rank.status is not None or goes_on(before, read_status(rank.member, rank.page)):
+                return  # it has exited, or does not hang any more
             self._changes.incidents.hung(rank.member, stack)
         self._events.write("hung", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, comm=comm)
         if comm is None:

@@ -12,6 +12,7 @@ HANG-4  If a comm process makes no progress, and its rank is alive and needs it,
     alive, the rank is killed.
 HANG-5  If no member makes progress and none hangs by HANG-1, the agent reports the standstill and kills no rank: at the
     limit, and again whenever the standstill has lasted twice as long.
+HANG-6  A member that goes on while its stack is read is not killed.
 """
 
 from __future__ import annotations
@@ -321,6 +322,11 @@ def _blocked_on(reading: Reading) -> list[BlockedOn]:
         elif reached.is_under_way:
             edges.append(BlockedOn(reading.member, reading.generation, group))
     return edges
+
+
+def goes_on(before: Reading, now: Reading) -> bool:
+    """HANG-6. Of one member."""
+    return _sign(now) != _sign(before) or now.paused or not now.takes_part
 
 
 def _sign(reading: Reading) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ from elasticgang.agent.hang_response import HangResponse
 from elasticgang.agent.rank_processes import RankProcess
 from elasticgang.observe.events import EventLog
 from elasticgang.process import stacks
+from elasticgang.process.status_page import StatusPage, ThreadState
 from elasticgang.protocol.hang_detector import Hung, Standstill
 from tests.support import DEADLINE_S
 
@@ -32,7 +33,9 @@ def rank_process() -> Iterator[tuple[subprocess.Popen[bytes], RankProcess]]:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True) as process:
         pidfd, file = os.pidfd_open(process.pid), stacks.create_file()
         try:
-            yield process, RankProcess("member", 0, process.pid, pidfd, UNUSED, UNUSED, UNUSED, file, list)
+            page = StatusPage()
+            page.set_thread_state(ThreadState.USER_CODE)
+            yield process, RankProcess("member", 0, process.pid, pidfd, UNUSED, UNUSED, page, file, list)
         finally:
             process.kill()
             os.close(pidfd)
@@ -49,7 +52,7 @@ def lacking(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         if what == "threads":
             patch.setattr(threading.Thread, "start", no_thread)
-        else:
+        elif what == "descriptors":
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those that are open work on
         try:
             yield
@@ -88,6 +91,25 @@ def test_a_hung_rank_is_killed_though_its_stack_cannot_be_read(what: str, monkey
         assert process.wait(DEADLINE_S) == -signal.SIGKILL
     assert changes.incidents.stacks == {"member": f"its stack cannot be read: {LACKS[what]}"}
     assert f"killed rank 0 (pid {rank.pid})" in said
+
+
+# HANG-6
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_rank_that_goes_on_while_its_stack_is_read_is_not_killed(goes_on: bool) -> None:
+    with rank_process() as (process, rank):
+
+        async def act(response: HangResponse) -> None:
+            killing = asyncio.ensure_future(response.kill(Hung("member", 1000)))
+            await asyncio.sleep(0)  # it has begun
+            if goes_on:
+                rank.page.beat()
+            await killing
+
+        _, said = respond("nothing", pytest.MonkeyPatch(), rank, act)
+        if goes_on:
+            assert (process.poll(), said) == (None, "")
+        else:
+            assert process.wait(DEADLINE_S) == -signal.SIGKILL
 
 
 # HANG-5

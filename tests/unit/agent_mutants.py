@@ -284,6 +284,10 @@ AGENT_MUTANTS = {
         ((hang_detector, "_blocked_on", always(())),),
         _with_host(test_hang_detector.test_the_rank_at_the_end_of_a_chain_of_waits_hangs),
     ),
+    "a rank that goes on is killed once it was found to hang": UnitMutant(
+        ((hang_detector, "_sign", always(0)),),
+        test_hang_detector.test_a_member_goes_on_once_it_acts_pauses_or_leaves_but_not_by_its_pulse_alone,
+    ),
     "the agent's own standstill counts": UnitMutant(
         ((HangDetector, "_advance", _count_all_time),),
         _with_host(test_hang_detector.test_time_in_which_the_agent_did_not_run_is_no_standstill),

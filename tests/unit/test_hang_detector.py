@@ -16,6 +16,7 @@ from elasticgang.protocol.hang_detector import (
     Hung,
     Reached,
     Reading,
+    goes_on,
 )
 
 LIMIT_MS = 2000
@@ -472,3 +473,13 @@ def test_time_in_which_the_agent_did_not_run_is_no_standstill(host: Host) -> Non
     assert reports(host, LIMIT_MS // 2) == []
     host.now_ms += 100 * LIMIT_MS
     assert reports(host, LIMIT_MS // 4) == []
+
+
+# HANG-6
+def test_a_member_goes_on_once_it_acts_pauses_or_leaves_but_not_by_its_pulse_alone() -> None:
+    before = Reading("m", generation=1, beats=5, pulses=7, steps=2)
+    assert not goes_on(before, replace(before, pulses=8))
+    assert goes_on(before, replace(before, beats=6))
+    assert goes_on(before, replace(before, generation=2))
+    assert goes_on(before, replace(before, paused=True))
+    assert goes_on(before, replace(before, takes_part=False))

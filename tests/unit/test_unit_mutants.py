@@ -107,6 +107,7 @@ RULES = {
     "HANG-3": ("paused time counts", "the agent's own standstill counts"),
     "HANG-4": ("a hung comm process costs its rank",),
     "HANG-5": ("a standstill is reported at every look",),
+    "HANG-6": ("a rank that goes on is killed once it was found to hang",),
     "KEYS-ASKED": (
         "who asks for a key gets those of its group",
         "a key that comes later is not sent to who has asked for it",
