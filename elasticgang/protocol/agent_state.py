@@ -460,7 +460,7 @@ class AgentState:
             instructions.append(
                 Warn(
                     f"ranks of this host have not connected in {_NUM_UNCONNECTED} generations, although it reaches the "
-                    "other hosts: does a firewall close the ports of the ranks, or a path lose large packets?"
+                    "other hosts: does a firewall close the ports of the ranks?"
                 )
             )
         return instructions + self._request_if_ready()
