@@ -18,7 +18,7 @@ from elasticgang.protocol.agent_events import (
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.end_cause import EndCause
-from elasticgang.protocol.reach import MAX_SETTLE_S, RETRY_S, SETTLE_S, Reach
+from elasticgang.protocol.reach import MAX_SETTLE_S, RETRY_S, SETTLE_S, WINDOW_S, Reach
 from elasticgang.protocol.record import Record
 from tests.unit.agent_hosts import Host, rank_did, record_of, report_of
 
@@ -164,11 +164,13 @@ def test_a_path_that_comes_and_goes_counts_only_once_it_lasts_and_ever_later() -
 
 
 # REACH-2
-def test_a_path_may_be_lost_for_as_long_as_the_job_lasts() -> None:
-    reach, now_s = Reach(), 0.0
-    for _ in range(1100):
-        reach.tried("", "c", now_s)
-        reach.tried("c", "", now_s)
-        now_s += MAX_SETTLE_S
-        reach.tried("c", "", now_s)
-        assert not reach.unreached
+def test_losses_of_long_ago_do_not_count() -> None:
+    reach = Reach()
+    for began_s in (0.0, 100.0, 200.0, 200.0 + WINDOW_S):
+        reach.tried("", "c", began_s)
+        reach.tried("c", "", began_s)
+        reach.tried("c", "", began_s + SETTLE_S)
+        is_first = began_s in (0.0, 200.0 + WINDOW_S)
+        assert reach.unreached == (() if is_first else ("c",))
+        reach.tried("c", "", began_s + 4 * SETTLE_S)
+        assert reach.unreached == ()
