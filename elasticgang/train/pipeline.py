@@ -10,10 +10,16 @@ PIPELINE-4  The messages that a stage sends and receives between two computation
 PIPELINE-5  The gradients of a tied parameter are added after the sum over the replica groups, and on every rank, also
     one without slots. The first of its stages adds them, so that all have the same bits. A script could not: in the
     step, the gradients are not yet those of all slots, and a kept slot's would count twice.
+PIPELINE-6  Before the first of these sums in a generation, each two stages compare what they are to add: a stage that
+    has another order, or another part of the parameter, would add other elements without an error, and one that adds
+    nothing would let the others wait. In step 0 they compare some of the values too. All ranks of the pipeline see what
+    differs, so that all of them raise the same error.
 """
 
 from __future__ import annotations
 
+import itertools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,14 +28,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from elasticgang.errors import NotSupportedError
+from elasticgang.errors import InvalidOperationError, NotSupportedError
+from elasticgang.gang import Gang
 from elasticgang.gang.torch_process_group import GangProcessGroup
 from elasticgang.member.manager import QuorumManager
 from elasticgang.state.dtensor import like, local
 from elasticgang.train.data import Slots, mixed, seed_generators
 from elasticgang.train.data_loader import LoadedSlots
-from elasticgang.train.sharded import ShardedDataParallel
+from elasticgang.train.sharded import ShardedDataParallel, some_bytes
 
 
 class PipelineParallel(ShardedDataParallel):
@@ -55,10 +63,13 @@ class PipelineParallel(ShardedDataParallel):
         `tied`: for the names of parameters that several stages have, such as an embedding that is also the output, the
         numbers of these stages, like `{"embedding.weight": (0, manager.layout.pp - 1)}`. Their gradients are added over
         the stages. The values must be equal at the start, and then stay so. On each stage give the same stages in the
-        same order; the names may differ. The norm for `max_norm` counts the gradient once.
+        same order; the names may differ. The norm for `max_norm` counts the gradient once. The first `optim.step`
+        raises InvalidOperationError on all stages if their parameters differ in number, shape, dtype, placements or
+        values.
 
         Raises:
-            ValueError: `tied` names stages that there are not, or a parameter that this stage does not have.
+            ValueError: `tied` names stages that there are not, or one stage alone, or a parameter that this stage does
+                not have, or one twice.
             NotSupportedError: `keep` is set, and `module` is sharded by `fully_shard`: in a pipeline it reduces the
                 gradients of all slots together.
         """
@@ -67,19 +78,11 @@ class PipelineParallel(ShardedDataParallel):
                 "`keep` needs the gradient of each slot, but `fully_shard` reduces those of all slots of a pipeline "
                 "together; leave out one of them."
             )
-        pp, given = manager.gangs.pp, {name: sorted(set(stages)) for name, stages in (tied or {}).items()}
-        own = dict(module.named_parameters(remove_duplicate=False))
-        for name, stages in given.items():
-            if not set(stages) <= set(range(pp.size)):
-                raise ValueError(
-                    f"`tied` must name stages from 0 to {pp.size - 1}, but names {stages} for `{name}` instead."
-                )
-            if pp.rank in stages and name not in own:
-                raise ValueError(f"`tied` must name parameters of `module`, but stage {pp.rank} has no `{name}`.")
+        own = _own_tied(module, tied or {}, manager.gangs.pp)
         super().__init__(manager, module, keep=keep)
-        self._tied = [(own[name], stages) for name, stages in given.items() if pp.rank in stages and len(stages) > 1]
-        if given:
-            self._options += f", tied={list(given.values())}"
+        self._tied = own
+        if tied:
+            self._options += f", tied={[(name, *sorted(set(stages))) for name, stages in tied.items()]}"
         self._inputs, self._outputs = _like_meta(inputs), _like_meta(outputs)
         self._loss_sum = loss_sum
 
@@ -107,11 +110,42 @@ class PipelineParallel(ShardedDataParallel):
 
     def finish(self) -> None:
         super().finish()
+        if self._manager.step.is_first and self._manager.gangs.pp.size > 1:
+            self._compare_tied()
         for parameter, stages in self._tied:
             self._add_over(stages, parameter)
 
     def stages_of(self, parameter: Tensor) -> Sequence[int]:
         return next((stages for tied, stages in self._tied if tied is parameter), ())
+
+    def _compare_tied(self) -> None:
+        """PIPELINE-6. Raises InvalidOperationError."""
+        pp, manager = self._manager.gangs.pp, self._manager
+        has_values = manager.step.index == 0 and manager.tip is not None  # not one whose heal has failed
+        own = []
+        for stage in range(pp.size):
+            shared = [(parameter, stages) for parameter, stages in self._tied if stage in stages]
+            values = [some_bytes(parameter.detach()).tolist() for parameter, _ in shared] if has_values else None
+            own += [_digest_of([(stages, _kind_of(each)) for each, stages in shared]), _digest_of(values)]
+        digests = torch.empty(pp.size, len(own), dtype=torch.int64, device=pp.device)
+        work = pp.all_gather(digests, torch.tensor(own, device=pp.device), async_op=True)
+        assert work is not None
+        if not work.wait():
+            return
+        found = digests.view(pp.size, pp.size, 2).tolist()
+        for one, other in itertools.combinations(range(pp.size), 2):
+            (kinds, values), (their_kinds, their_values) = found[one][other], found[other][one]
+            what = f"stages {one} and {other} of the pipeline must have the same parameters in `tied`, but "
+            if kinds != their_kinds:
+                raise InvalidOperationError(
+                    f"{what}have others: name the same stages in the same order on both, for parameters of the same "
+                    "shape, dtype and placements."
+                )
+            if values != their_values and _digest_of(None) not in (values, their_values):
+                raise InvalidOperationError(
+                    f"{what}have other values of these: name them in the same order on both, and initialize them "
+                    "alike, as by the same seed."
+                )
 
     def _add_over(self, stages: Sequence[int], parameter: nn.Parameter) -> None:
         """PIPELINE-5. Behind the gradient: how many stages have one."""
@@ -198,6 +232,43 @@ class PipelineParallel(ShardedDataParallel):
             step.end_slot()
 
         return backward_one_slot
+
+
+def _own_tied(
+    module: nn.Module, tied: Mapping[str, Sequence[int]], pp: Gang
+) -> list[tuple[nn.Parameter, Sequence[int]]]:
+    """The tied parameters of this stage, each with its stages in ascending order. Raises ValueError, as the constructor
+    does."""
+    own = dict(module.named_parameters(remove_duplicate=False))
+    found: dict[nn.Parameter, Sequence[int]] = {}
+    for name, given in tied.items():
+        stages = sorted(set(given))
+        if not set(stages) <= set(range(pp.size)):
+            raise ValueError(
+                f"`tied` must name stages from 0 to {pp.size - 1}, but names {stages} for `{name}` instead."
+            )
+        if len(stages) < min(2, pp.size):
+            raise ValueError(
+                f"`tied` must name all stages that have a parameter, but names {stages} for `{name}` instead: give "
+                "each stage the numbers of all of them, under the name that it has there."
+            )
+        if pp.rank in stages and name not in own:
+            raise ValueError(f"`tied` must name parameters of `module`, but stage {pp.rank} has no `{name}`.")
+        if pp.rank not in stages or pp.size == 1:
+            continue
+        if own[name] in found:
+            raise ValueError(f"`tied` must name a parameter once, but `{name}` is one that it has named before.")
+        found[own[name]] = stages
+    return list(found.items())
+
+
+def _kind_of(parameter: Tensor) -> str:
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return f"{tuple(parameter.shape)}, {parameter.dtype}, {placements}"
+
+
+def _digest_of(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
 
 
 def _batched(pg: dist.ProcessGroup) -> AbstractContextManager[Callable[[], None]]:

@@ -134,7 +134,7 @@ class ShardedDataParallel(nn.Module):
         self._sample = []
         for parameters in (self._trainable.parameters, reversed(self._trainable.parameters)):
             for each in parameters:
-                if each.grad is not None and (found := _some_bytes(each.grad)).numel():
+                if each.grad is not None and (found := some_bytes(each.grad)).numel():
                     self._sample.append((each, each.grad, found.clone()))
                     break
 
@@ -162,7 +162,7 @@ class ShardedDataParallel(nn.Module):
         self._check_reduced()
         self._has_contributed = True
         same = [each for each in self._sample if each[0].grad is each[1]]  # not one that is laid out anew (SHARDED-3)
-        self._changed = [(_some_bytes(grad) != bytes_then).any() for _, grad, bytes_then in same]
+        self._changed = [(some_bytes(grad) != bytes_then).any() for _, grad, bytes_then in same]
         self._sample = []
         for index, (dtype, parameters) in enumerate(self._by_dtype.items()):
             if self._of_slots is not None:
@@ -250,9 +250,9 @@ class ShardedDataParallel(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
 
-def _some_bytes(gradient: Tensor) -> Tensor:
-    """Of the first elements of this rank's part of a dense gradient."""
-    part = local(gradient)
+def some_bytes(tensor: Tensor) -> Tensor:
+    """Of the first elements of this rank's part of a dense tensor."""
+    part = local(tensor)
     if part.is_sparse or not part.numel():
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return part.reshape(-1)[:_NUM_SAMPLED].resolve_conj().resolve_neg().contiguous().view(torch.uint8)

@@ -82,6 +82,9 @@ def main() -> None:
     parser.add_argument("--slot", type=int, required=True)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--tied", action="store_true", help="one weight in two stages, and clipped gradients")
+    parser.add_argument(
+        "--tied-otherwise", choices=["names", "none", "twice", "values"], help="as scripts do by mistake"
+    )
     parser.add_argument("--num-stages", type=int, default=2)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--loader", choices=["dataset", "stream"], default="dataset")
@@ -98,7 +101,17 @@ def main() -> None:
         model: eg.ShardedDataParallel
         if args.pp > 1:
             stage = stages(args.dropout, args.num_stages, tied=args.tied)[seat.pp]
-            tied = {"0.weight": (0, args.pp - 1)} if args.tied else None
+            tied: dict[str, tuple[int, ...]] = {"0.weight": (0, args.pp - 1)} if args.tied else {}
+            match args.tied_otherwise:
+                case "names":
+                    tied = {"0.weight": (seat.pp,)}
+                case "none" if seat.pp:
+                    tied = {}
+                case "twice":
+                    stage.register_parameter("same", stage.get_parameter("0.weight"))
+                    tied["same"] = (0, args.pp - 1)
+                case "values" if seat.pp:
+                    torch.nn.init.zeros_(stage.get_parameter("0.weight"))
             model = eg.PipelineParallel(
                 manager, stage, inputs=meta, outputs=meta, loss_sum=loss_sum, keep=args.keep, tied=tied
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,21 @@ def test_a_parameter_that_some_stages_have_counts_once_in_the_norm(tmp_path: Pat
     ranks = run(tmp_path / "ranks", 3, 1, 0.0, "--tied", "--num-stages", "3", "--pp", "3")
     assert {rank["stage"] for rank in ranks} == {0, 1, 2}
     check(ranks, alone["losses"], alone["parameters"])
+
+
+# PIPELINE-6
+@pytest.mark.parametrize(
+    ("otherwise", "message"),
+    [
+        ("names", r"must name all stages that have a parameter, but names \[[01]\] for `0.weight` instead"),
+        ("none", r"stages 0 and 1 .* must have the same parameters in `tied`, but have others"),
+        ("twice", r"must name a parameter once, but `same` is one that it has named before"),
+        ("values", r"stages 0 and 1 .* must have the same parameters in `tied`, but have other values of these"),
+    ],
+)
+def test_stages_that_tie_otherwise_are_refused_in_the_first_step(otherwise: str, message: str, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "2", RECIPE, "--pp", "2", "--slot", "1"]
+    given = ["--output", str(tmp_path / "ranks"), "--tied", "--tied-otherwise", otherwise]
+    done = run_preloaded([*launcher, *given], timeout=DEADLINE_S, ends_at_once=True)
+    assert done.returncode == 1
+    assert re.search(message, done.stderr), done.stderr

@@ -37,3 +37,11 @@ def test_one_stage_adds_nothing() -> None:
     """As in a fallback layout without `pp`, for which the script names the first and the last stage too."""
     model = pipeline(weight=(0, 0))
     assert model.stages_of(model.module.get_parameter("weight")) == ()
+
+
+def test_one_stage_may_name_a_parameter_twice() -> None:
+    """As in such a layout, where the first stage names the embedding, and the last one the output."""
+    module = nn.ModuleDict({"embedding": nn.Linear(2, 2), "output": nn.Linear(2, 2)})
+    module["output"].weight = module["embedding"].weight
+    tied = {"embedding.weight": (0, 0), "output.weight": (0, 0)}
+    eg.PipelineParallel(manager(), module, inputs=META, outputs=META, loss_sum=lambda out, _: out.sum(), tied=tied)
