@@ -536,8 +536,9 @@ class MemberDriver:
         if (what := difference(own, other)) is not None:
             raise MismatchError(
                 f"this rank is about to apply step {attempt.step - 1} with other settings than rank "
-                f"{peer.local_rank} on {peer.host}: {what}. What the script computes them from must be alike on all "
-                "ranks, or registered, as a learning rate schedule is by `register_state(schedule=schedule)`."
+                f"{peer.local_rank} on {peer.host}: {what}. This rank has not run the steps before: let what the "
+                "script sets depend on `step.index`, as by `if step.index >= 100:`, or on what is registered, as a "
+                "learning rate schedule is by `register_state(schedule=schedule)`."
             )
         self._num_compared += 1
         if self._num_compared == _NUM_COMPARED:

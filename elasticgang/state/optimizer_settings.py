@@ -92,7 +92,15 @@ def settings_form(optimizer: Any, max_norm: float | None, required: Sequence[Seq
 
 
 def _all_but(places: Sequence[int]) -> str:
-    return f"each parameter but {', '.join(map(str, places))}" if places else "each parameter"
+    """In words, as briefly as for a model of which the first layers are frozen."""
+    runs: list[range] = []
+    for place in places:
+        if runs and runs[-1].stop == place:
+            runs[-1] = range(runs[-1].start, place + 1)
+        else:
+            runs.append(range(place, place + 1))
+    found = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"each parameter but {', '.join(found)}" if found else "each parameter"
 
 
 def _described(value: Any) -> str | None:

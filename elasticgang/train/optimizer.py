@@ -39,7 +39,6 @@ from elasticgang.torch_private import divide_all, multiply_all
 from elasticgang.train import exact_square
 from elasticgang.train.data import mixed, seed_generators
 from elasticgang.train.loss_scale import next_state
-from elasticgang.train.partition import slots_of
 
 log = logging.getLogger("elasticgang")
 
@@ -156,6 +155,9 @@ class Optimizer:
             measures = self._exact_squares if is_exact else self._squares
         step = self._manager.step
         seed = mixed(*sorted(step.seeds), step.index) if step.seeds else None
+        required = None  # as long as this rank has had no slots, in the loop over which a script may set it (DRIVER-5)
+        if weight > 0:
+            required = [[each.requires_grad for each in group["params"]] for group in self.param_groups]
         names = sorted(sums or {})
         numbers = [_number(name, (sums or {})[name]) for name in names]
         self.sums = {}
@@ -166,19 +168,11 @@ class Optimizer:
             prepare=lambda total, *measured: self._make_ready(total, max_norm, measured, is_exact=is_exact),
             numbers=numbers,
             names=zlib.crc32("\0".join(names).encode()),
-            settings=functools.partial(settings_form, self.optim, max_norm, self._required()),
+            settings=functools.partial(settings_form, self.optim, max_norm, required),
             rates=self._rates(),
         )
         self.sums = dict(zip(names, self._manager.step.sums, strict=True)) if is_committed else {}
         return is_committed
-
-    def _required(self) -> list[list[bool]] | None:
-        """Of each group, which parameters require gradients (DRIVER-5). None: this rank may have no slots, in the loop
-        over which a script may set that."""
-        share, num_slots = self._manager.step.share, self._manager.step.num_slots
-        if share is None or num_slots is None or not slots_of(num_slots, share.index, share.count, share.group_size):
-            return None
-        return [[each.requires_grad for each in group["params"]] for group in self.param_groups]
 
     def _rates(self) -> float:
         """A number that stands for the learning rates of the groups (DRIVER-7), without those on a device."""

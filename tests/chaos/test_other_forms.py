@@ -14,6 +14,8 @@ from tests.support import Job
 HERE = "127.0.0.1"
 REFUSED = "elasticgang: rank 1 differs from the others: it is refused, and not restarted"
 
+FROZEN = "what requires gradients in parameter group 0 is each parameter here, and each parameter but 0 to 1 there"
+
 
 def training(directory: Path, *, change: str, begins: bool = False, builds: bool = False, setup: str = "") -> Path:
     """Rank 1 differs by `change`, from its restart on or, with `begins`, from its start. `builds`: the state is made by
@@ -30,7 +32,7 @@ def training(directory: Path, *, change: str, begins: bool = False, builds: bool
         here, rank = pathlib.Path({str(directory)!r}), int(os.environ["LOCAL_RANK"])
         manager = eg.join()
         sizes, names, optimizer, frozen, steps = 3, ("one", "two"), torch.optim.AdamW, (), 10**9
-        rate, decay, norm, freezes_at = 0.1, 0.99, 1.0, 0
+        rate, decay, norm, freezes_at, divides = 0.1, 0.99, 1.0, 0, False
         if rank == 1 and ({begins} or (here / "killed").exists()):
             {change}
 
@@ -52,7 +54,7 @@ def training(directory: Path, *, change: str, begins: bool = False, builds: bool
             with step:
                 if step.index >= freezes_at > 0:
                     state.model.module.get_submodule("one").requires_grad_(False)
-                slots = batches.slots(step)
+                slots = batches.share(step.index, step.share) if divides else batches.slots(step)
                 for slot in slots:
                     with state.model.accumulate(last=slot.last):
                         state.model(torch.ones(2, sizes)).sum().backward()
@@ -105,20 +107,19 @@ def test_a_rank_that_comes_back_with_another_form_is_refused_and_the_others_go_o
 
 # DRIVER-5
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "what", "divides"),
     [
-        ("rate = 0.2", "'lr' of parameter group 0"),
-        ("norm = 2.0", "`max_norm` is 2 here, and 1 there"),
-        (
-            "freezes_at = -1",  # as a script that freezes in one step, which this rank has not run
-            "what requires gradients in parameter group 0 is each parameter here, and each parameter but 0, 1 there",
-        ),
+        ("rate = 0.2", "'lr' of parameter group 0", False),
+        ("norm = 2.0", "`max_norm` is 2 here, and 1 there", False),
+        ("freezes_at = -1", FROZEN, False),  # as a script that freezes in one step, which this rank has not run
+        ("freezes_at = -1", FROZEN, True),
     ],
 )
 def test_a_rank_that_comes_back_with_other_settings_is_refused_before_it_votes(
-    tmp_path: Path, change: str, what: str
+    tmp_path: Path, change: str, what: str, divides: bool
 ) -> None:
-    setup = "freezes_at = freezes_at or 3"
+    """`divides`: whether the script divides the samples, so that `GlobalBatch` does not know of the slots."""
+    setup = f"freezes_at, divides = freezes_at or 3, {divides}"
     with Job(tmp_path, training(tmp_path, change=change, setup=setup), ranks=2) as job:
         job.expect_line(REFUSED)
         (tmp_path / "over").touch()

@@ -338,3 +338,17 @@ def test_settings_are_what_can_be_compared_rounded() -> None:
     assert found["'amsgrad' of parameter group 0"] == "False"
     assert not {f"{key!r} of parameter group 0" for key in ("hook", "per_layer", "params")} & found.keys()
     assert settings_form(optim, 1.0)[0] == ("`max_norm`", "1")
+
+
+@pytest.mark.parametrize(
+    ("required", "words"),
+    [
+        (None, "unknown"),
+        ([True, True], "each parameter"),
+        ([False] * 9 + [True, False, True], "each parameter but 0 to 8, 10"),
+    ],
+)
+def test_what_requires_gradients_is_told_briefly(required: list[bool] | None, words: str) -> None:
+    optim = torch.optim.SGD(Two().parameters(), lr=0.1)
+    found = dict(settings_form(optim, None, None if required is None else [required]))
+    assert found["what requires gradients in parameter group 0"] == words
