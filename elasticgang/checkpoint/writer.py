@@ -184,13 +184,13 @@ class _Requests:
         self._descriptor, self._buffer, self._has_ended = descriptor, b"", False
 
     def next(self) -> dict[str, Any] | None:
-        while b"\n" not in self._buffer and not self._has_ended:
+        if self._has_ended:
+            return None
+        while b"\n" not in self._buffer:
             data = os.read(self._descriptor, 1 << 20)
             if not data:
                 return None
             self._buffer += data
-        if self._has_ended:
-            return None
         line, _, self._buffer = self._buffer.partition(b"\n")
         request: dict[str, Any] = json.loads(line)
         self._has_ended = "end" in request
