@@ -227,7 +227,7 @@ class Reducer(Protocol):
         has."""
 
     def finish(self) -> None:
-        """Wait for the reduction. Raises nothing: the vote finds a poisoned gang."""
+        """Wait for the reduction. Raises no GangError: the vote finds a poisoned gang."""
 
     def stages_of(self, parameter: Tensor) -> Sequence[int]:
         """The stages of a pipeline that have this parameter, if it is a tied one; () otherwise."""

@@ -127,12 +127,12 @@ class PipelineParallel(ShardedDataParallel):
             shared = [(parameter, stages) for parameter, stages in self._tied if stage in stages]
             values = [some_bytes(parameter.detach()).tolist() for parameter, _ in shared] if has_values else None
             own += [_digest_of([(stages, _kind_of(each)) for each, stages in shared]), _digest_of(values)]
-        digests = torch.empty(pp.size, len(own), dtype=torch.int64, device=pp.device)
-        work = pp.all_gather(digests, torch.tensor(own, device=pp.device), async_op=True)
-        assert work is not None
-        if not work.wait():
-            return
-        found = digests.view(pp.size, pp.size, 2).tolist()
+        gathered = torch.zeros(pp.size, len(own) + 1, dtype=torch.int64, device=pp.device)
+        pp.all_gather(gathered, torch.tensor([*own, _digest_of(own)], device=pp.device))
+        rows = gathered.tolist()
+        if any(_digest_of(row) != digest for *row, digest in rows):
+            return  # the generation has ended, so that not all have come
+        found = [list(zip(row[:-1:2], row[1:-1:2], strict=True)) for row in rows]
         for one, other in itertools.combinations(range(pp.size), 2):
             (kinds, values), (their_kinds, their_values) = found[one][other], found[other][one]
             what = f"stages {one} and {other} of the pipeline must have the same parameters in `tied`, but "
