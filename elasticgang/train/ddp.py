@@ -342,7 +342,7 @@ class DistributedDataParallel(nn.Module):
         self._forget()
 
     def stages_of(self, parameter: Tensor) -> Sequence[int]:
-        """None has it but this one."""
+        """(): no other stage has it."""
         return ()
 
     def leave_out_unused(self) -> None:

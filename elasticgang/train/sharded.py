@@ -194,7 +194,7 @@ class ShardedDataParallel(nn.Module):
         return True  # SHARDED-4
 
     def stages_of(self, parameter: Tensor) -> Sequence[int]:
-        """None has it but this one."""
+        """(): no other stage has it."""
         return ()
 
     def leave_out_unused(self) -> None:
