@@ -357,7 +357,7 @@ class _Part:
 
     def _connect(self) -> dict[str, Any]:
         with contextlib.ExitStack() as failed:
-            channel = failed.enter_context(self._authenticator.connect(self._left[0]))
+            channel = failed.enter_context(self._authenticator.connect_unless(self._cancelled, self._left[0]))
             channel.send({"kind": KIND, "former": self.former})
             transport.await_answer(channel.sock, self._cancelled)
             description: dict[str, Any] = channel.receive(transport.MAX_MANIFEST_BYTES)

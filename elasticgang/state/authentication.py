@@ -3,14 +3,18 @@
 PEER-1  Each end proves that it holds the job's secret, by the handshake of an agent's session, in the role of a rank. A
     proof is valid for this job, role and nonce only. With TLS, each end also checks the other's certificate.
 PEER-2  A handshake ends after `HANDSHAKE_S`.
+PEER-3  Who is `cancelled` waits no longer for a connection: on a path that drops what is sent, that takes
+    `CONNECT_TIMEOUT_S`, and the other ranks of a generation that has ended would wait for this one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 
@@ -33,6 +37,7 @@ from elasticgang.state.transport import Channel
 
 HANDSHAKE_S = 10.0
 _DRAIN_S = 0.5
+_CANCEL_POLL_S = 0.005
 _MAX_DRAINED_BYTES = 1 << 16
 
 
@@ -45,6 +50,15 @@ class Authenticator:
         self._decoy = secrets.token_bytes(NONCE_BYTES)
         if (tls := credentials.tls) is not None:  # they are made, or fail, here
             tls.server_context(), tls.client_context(checks_name=False)
+
+    def connect_unless(self, cancelled: Callable[[], bool], source: str) -> Channel:
+        """As `connect`. PEER-3. Raises OSError or WireError, also once `cancelled`."""
+        opening = _Opening(functools.partial(self.connect, source))
+        while not opening.ended.wait(_CANCEL_POLL_S):
+            if cancelled():
+                opening.abandon()
+                raise WireError(f"the generation ended before {source} had answered")
+        return opening.result()
 
     def connect(self, source: str) -> Channel:
         """Raises OSError or WireError."""
@@ -110,6 +124,49 @@ class Authenticator:
     def _secret_of(self, job: str) -> bytes | None:
         """PEER-1"""
         return self.credentials.key if job == self._identity.job else None
+
+
+class _Opening:
+    """Opens a connection on a thread of its own. Raises WireError: there is no thread."""
+
+    def __init__(self, connect: Callable[[], Channel]) -> None:
+        self.ended = threading.Event()
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+        self._channel: Channel | None = None
+        self._error: Exception | None = None
+        try:
+            threading.Thread(target=self._run, name="elasticgang-connect", daemon=True).start()
+        except RuntimeError as exc:
+            raise WireError(f"no thread for a connection: {exc}") from exc
+
+    def _run(self) -> None:
+        try:
+            channel = self._connect()
+            with self._lock:
+                if not self._is_abandoned:
+                    self._channel = channel
+                    return
+            channel.sock.close()
+        except Exception as exc:
+            self._error = exc
+        finally:
+            self.ended.set()
+
+    def abandon(self) -> None:
+        """The connection is closed, now or once it is open."""
+        with self._lock:
+            self._is_abandoned = True
+            if self._channel is not None:
+                self._channel.sock.close()
+
+    def result(self) -> Channel:
+        """Once it has `ended`. Raises what the thread has met."""
+        if self._error is not None:
+            raise self._error
+        assert self._channel is not None
+        return self._channel
 
 
 class _Bodies:

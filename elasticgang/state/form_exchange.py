@@ -82,7 +82,7 @@ class FormExchange:
         for address in addresses:
             try:
                 while not cancelled():
-                    with self._authenticator.connect(address) as channel:
+                    with self._authenticator.connect_unless(cancelled, address) as channel:
                         channel.send(request)
                         transport.await_answer(channel.sock, cancelled)
                         answer = channel.receive(transport.MAX_MANIFEST_BYTES)

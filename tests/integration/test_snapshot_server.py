@@ -16,7 +16,7 @@ from elasticgang import testing
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.form import Form
-from elasticgang.state import form_exchange, transport
+from elasticgang.state import authentication, form_exchange, transport
 from elasticgang.state import snapshot_server as keeper_module
 from elasticgang.state.snapshot_server import SnapshotServer
 from tests.integration.state_ranks import (
@@ -298,6 +298,24 @@ def test_nobody_waits_for_a_form_longer_than_the_generation_or_the_peer_lasts(ra
     with FakeSource(lambda channel: channel.send({"is_alike": False, "form": [["a"]]})) as invalid:
         assert peer.server.fetch_form(invalid.address, (0, 0, 0, 0), (), lambda: False) is None
     assert peer.server.fetch_form("127.0.0.1:1", (0, 0, 0, 0), (), lambda: False) is None
+
+
+# PEER-3
+def test_nobody_waits_longer_than_the_generation_lasts_for_a_peer_that_does_not_shake_hands(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authentication, "HANDSHAKE_S", 2 * DEADLINE_S)
+    peer, ended = ranks(0), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        form = Background(lambda: peer.server.fetch_form(address, (0, 0, 0, 0), (), ended.is_set))
+        settings = Background(lambda: peer.server.fetch_settings(address, AT, (), ended.is_set))
+        connections = [silent.accept()[0] for _ in range(2)]
+        ended.set()
+        assert form.result() is None
+        assert settings.result() is None
+        for connection in connections:
+            connection.close()
 
 
 # FORMEXCHANGE-3
