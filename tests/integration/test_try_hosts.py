@@ -26,9 +26,19 @@ def tried(listener: socket.socket) -> Found:
 
 
 def tried_with(answers: Answer) -> Found:
+    writers = []
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        answers(reader, writer)
+
     async def run() -> Found:
-        async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
-            return await try_hosts({"a": f"127.0.0.1:{port_of(server.sockets[0])}"})
+        async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
+            found = await try_hosts({"a": f"127.0.0.1:{port_of(server.sockets[0])}"})
+            for writer in writers:
+                writer.close()
+                await writer.wait_closed()
+            return found
 
     return asyncio.run(run())
 
@@ -52,10 +62,7 @@ def test_agents_that_answer_are_reached_and_a_port_without_one_is_not() -> None:
 # TRY-1
 @pytest.mark.parametrize("num_bytes", [1, 5000])
 def test_a_host_of_which_only_a_part_comes_loses_large_packets(num_bytes: int) -> None:
-    kept = []
-
     def answer_in_part(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        kept.append(writer)
         writer.write(bytes(num_bytes))
 
     began_s = time.monotonic()

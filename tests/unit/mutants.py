@@ -404,7 +404,7 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
 FOUND = {
     "equal numbers are one term": 40,
     "reports of earlier generations count": 40,
-    "gradients of another state are kept": 40,
+    "gradients of another state are kept": 60,
     "one rank of a group keeps a run for all": 300,
 }
 
