@@ -440,8 +440,7 @@ class AgentState:
         return [TryHosts(self.agent, self._num_tries, others)]
 
     def _addresses(self) -> dict[str, str]:
-        record = self.record
-        return {} if record is None else dict(zip(record.agents, record.addresses, strict=False))
+        return {} if self.record is None else self.record.addresses_by_agent
 
     def _hosts_tried(self, event: HostsTried) -> list[Instruction]:
         if event.agent != self.agent:

@@ -287,9 +287,13 @@ class Record:
 
     def hosts_out_of_reach(self, agent: str) -> tuple[str, ...]:
         """Of an agent that is left out: the hosts of the first few to which its path is broken. Otherwise ()."""
-        addresses = dict(zip(self.agents, self.addresses, strict=False))
         peers = next((peers for away, peers in self.cut_off if away == agent), ())
-        return tuple(sorted({addresses[peer].rpartition(":")[0] for peer in peers}))
+        return tuple(sorted({self.addresses_by_agent[peer].rpartition(":")[0] for peer in peers}))
+
+    @cached_property
+    def addresses_by_agent(self) -> dict[str, str]:
+        """Empty if the record has none."""
+        return dict(zip(self.agents, self.addresses, strict=False))
 
     def members(self, status: str) -> tuple[str, ...]:
         return tuple(seat.member for seat in self.seats if seat.status == status)
