@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +79,7 @@ def state_of(reader: BlockReader, state: dict[str, Any], seated: Seated) -> tupl
             name: _read_object(reader, unflatten(saved.others[name], entries), state["others"][name], seated)  # type: ignore[arg-type]
             for name in sorted(present_others)
         }
+        frozen = _frozen(saved.frozen, state["parameters"], seated, reader.other_axes)
         optimizers = {
             name: _Optimizer(reader, name, state, saved.optimizers[name], seated).read(has_all=has_all)
             for name in state["optimizers"]
@@ -90,6 +91,7 @@ def state_of(reader: BlockReader, state: dict[str, Any], seated: Seated) -> tupl
     loaded = {
         "small": {"buffers": read["buffers"], "others": others},
         "large": {"parameters": read["parameters"], "optimizers": optimizers},
+        "frozen": frozen,
     }
     if has_all:
         return loaded, None
@@ -163,6 +165,20 @@ def _check_model(
     if has_all and (absent := sorted(saved - present)):
         raise ModelMismatch(f"{absent[0]} is in it, and this job's model has none of that name")
     return present
+
+
+def _frozen(
+    saved: Collection[str], parameters: dict[str, dict[str, Tensor]], seated: Seated, axes: Collection[str]
+) -> list[tuple[str, str]]:
+    """The parameters, by module and name, that were saved as such that require no gradients."""
+    if not saved:
+        return []
+    return [
+        (owner, key)
+        for owner, of_module in parameters.items()
+        for key, tensor in of_module.items()
+        if without_axes(place(f"{owner}.{key}", tensor, seated).name, axes) in saved
+    ]
 
 
 def _lacking_buffers(reader: BlockReader, saved: SavedObjects, state: dict[str, Any]) -> dict[str, tuple[str, str]]:

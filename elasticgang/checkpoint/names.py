@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+FROZEN = "frozen"  # of what a seat has saved: the parameters that required no gradients
 _SCOPED = re.compile(r"(.*)@((?:pp|sdp|tp)=\d+(?:,(?:pp|sdp|tp)=\d+)*)", re.DOTALL)
 
 

@@ -8,6 +8,8 @@ PLACED-2  What an optimizer keeps of a parameter is called by the parameter's na
     the optimizer, which depends on the stage.
 PLACED-3  The keys of each module's state dict are saved, in the names of the whole model, and which tensor each is:
     tied tensors have several keys, and buffers that are not persistent have none.
+PLACED-4  So are the names of the parameters that require no gradients: a script may freeze some in a step that the job
+    which loads them does not run (REGISTERED-11).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from elasticgang.checkpoint.manifest import DTYPES, TensorEntry
-from elasticgang.checkpoint.names import replace_names
+from elasticgang.checkpoint.names import FROZEN, replace_names
 from elasticgang.errors import NotSupportedError
 from elasticgang.layout import MODEL_AXES, Axes, ParallelLayout
 from elasticgang.protocol.record import Model
@@ -176,6 +178,12 @@ def place_state(
             of_modules |= known
     if has_objects:
         objects[KEYS] = _keys(state[KEYS], of_modules)
+        objects[FROZEN] = [  # PLACED-4
+            {"tensor": of_modules[f"{owner}.{key}"]}
+            for owner, of_module in state["parameters"].items()
+            for key, parameter in of_module.items()
+            if not parameter.requires_grad
+        ]
     return objects, placed
 
 

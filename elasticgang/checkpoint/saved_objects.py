@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticgang.checkpoint.manifest import Manifest
-from elasticgang.checkpoint.names import replace_names, tensor_names, without_axes
+from elasticgang.checkpoint.names import FROZEN, replace_names, tensor_names, without_axes
 from elasticgang.errors import CheckpointError
 from elasticgang.layout import MODEL_AXES
 
@@ -69,7 +69,7 @@ class SavedOptimizer:
 
 class SavedObjects:
     """`tensors`: the names of parameters and buffers. `buffers`: of these, with the module of each, and its name there.
-    `others`: the registered objects."""
+    `frozen`: of the tensors, the parameters that required no gradients. `others`: the registered objects."""
 
     def __init__(self, manifest: Manifest, place: str, other_axes: Collection[str]) -> None:
         """`place`: "pp-sdp-tp" of the reader. `other_axes`: the axes along which its layout differs.
@@ -79,6 +79,7 @@ class SavedObjects:
             INVALID: the manifest is.
         """
         self.tensors: set[str] = set()
+        self.frozen: set[str] = set()
         self.buffers: dict[str, tuple[str, str]] = {}
         self.others = Merged("the registered object")
         self.optimizers: dict[str, SavedOptimizer] = {}
@@ -90,6 +91,7 @@ class SavedObjects:
                 kind: replace_names(spec, lambda name: without_axes(name, other_axes)) for kind, spec in objects.items()
             }
             self.tensors |= {*tensor_names(here["parameters"]), *tensor_names(here["buffers"])}
+            self.frozen |= {*tensor_names(here.get(FROZEN, []))}
             for owner, of_module in _entries(here["buffers"]).items():
                 self.buffers |= {spec["tensor"]: (owner, key) for key, spec in _entries(of_module).items()}
             for name, spec in _entries(here["others"]).items():

@@ -20,6 +20,10 @@ DRIVER-6  No gradient outlives its step: not in a step that is tried again, and 
 DRIVER-7  As in DRIVER-3, a number that stands for the learning rates is summed, unless stages of a pipeline may have
     others: a schedule that is not registered begins anew on a rank that restarts (DRIVER-5 sees it only in the first
     steps), and one that follows a rank's own loss goes its way.
+DRIVER-8  Where ranks hold parts of the model, the backward of a rank sums with the others of its group what it trains.
+    So in the steps of DRIVER-5 a rank compares that with the same peer before its first forward: if it differs, the
+    group would lose the step in backward, time and again. A rank without slots has no forward: then nothing is
+    compared.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ from elasticgang.protocol import coverage
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coverage import Coverage
-from elasticgang.protocol.form import Form, difference
+from elasticgang.protocol.form import UNKNOWN, Form, all_but_false, difference
 from elasticgang.protocol.member_instructions import Do, Instruction
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.record import FormerState, Seat
@@ -100,6 +104,7 @@ class MemberDriver:
         self._is_compared = False  # DRIVER-4, of that part
         self._former: frozenset[str] = frozenset()  # DRIVER-5: members of the part that were there before this one
         self._num_compared = 0  # steps
+        self._trained_in: Attempt | None = None  # DRIVER-8: the attempt that has begun to compare it
 
     def commit(
         self,
@@ -132,6 +137,8 @@ class MemberDriver:
         self._apply, self._measure, self._prepare, self._taken = apply, measure, prepare, sorted(taken)
         self._state_server.announce_settings(self.lifecycle.state.attempt(), settings)
         self._rates = rates
+        if weight > 0:
+            self._warn_of_trained()
         try:
             self._compare_settings(settings)
             return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
@@ -183,6 +190,7 @@ class MemberDriver:
                     self.checkpoints.begin(rendezvous.member, self.lifecycle.state)
             case Do.CONTRIBUTE:
                 state_server.forward_done()
+                self._announce_trained(is_known=False)
                 self.contribute()
             case do.StartSum(gang, values, measures):
                 self._is_voting = gang == "control"
@@ -522,13 +530,9 @@ class MemberDriver:
 
     def _compare_settings(self, settings: Callable[[], Form]) -> None:
         """DRIVER-5. Raises MismatchError: they differ."""
-        state = self.lifecycle.state
-        if not (self._former and state.is_active and state.tip is not None) or self._is_over():
+        if (peer := self._peer_to_compare()) is None:
             return
-        peer = next((source for source in state.sources() if source.member in self._former), None)
-        if peer is None:
-            return
-        attempt, own = state.attempt(), settings()
+        attempt, own = self.lifecycle.state.attempt(), settings()
         with self._page.in_thread_state(ThreadState.WAITING):
             other = self._state_server.fetch_settings(peer.address, attempt, own, self._is_over)
         if other is None:  # the next step may tell
@@ -544,6 +548,61 @@ class MemberDriver:
         if self._num_compared == _NUM_COMPARED:
             self._former = frozenset()
 
+    def _peer_to_compare(self) -> Seat | None:
+        """DRIVER-5"""
+        state = self.lifecycle.state
+        if not (self._former and state.is_active and state.tip is not None) or self._is_over():
+            return None
+        return next((source for source in state.sources() if source.member in self._former), None)
+
+    def compare_trained(self) -> None:
+        """DRIVER-8. A forward of the step under way is about to begin. Raises MismatchError: this rank trains something
+        else than a peer."""
+        own = self._announce_trained(is_known=True)
+        if own is None or (peer := self._peer_to_compare()) is None:
+            return
+        attempt = self.lifecycle.state.attempt()
+        with self._page.in_thread_state(ThreadState.WAITING):
+            other = self._state_server.fetch_trained(peer.address, attempt, own, self._is_over)
+        if other is not None and (what := difference(own, other)) is not None:
+            raise MismatchError(
+                f"this rank is about to compute gradients of other parameters in step {attempt.step - 1} than rank "
+                f"{peer.local_rank} on {peer.host}: {what}. This rank has not run the steps before: let what is frozen "
+                "depend on `step.index`, as by `if step.index >= 100:`."
+            )
+
+    def _announce_trained(self, *, is_known: bool) -> Form | None:
+        """What this rank trains, once in each attempt; None afterwards, or if all ranks hold the whole model."""
+        state = self.lifecycle.state
+        if state.record is None or state.record.layout.unit == 1 or self._trained_in == state.attempt():
+            return None
+        self._trained_in = state.attempt()
+        trained = [list(reducer.trained) if is_known else None for reducer in self.reducers]
+        self._state_server.announce_trained(self._trained_in, functools.partial(_trained_form, trained))
+        return _trained_form(trained) if self._former else ()
+
+    def _warn_of_trained(self) -> None:
+        """REGISTERED-11, by the first rank of each stage."""
+        state, names = self.lifecycle.state, self._state_server.trained_again()
+        if not names or state.record is None or state.record.model_coordinates(state.member)[1:] != (0, 0):
+            return
+        if state.first_of_part():
+            return
+        log.warning(
+            "%s%s did not require gradients in the state that was loaded, but in each step since. If they are to stay "
+            "frozen, freeze them by `if step.index >= N:`, because step N is not run again",
+            names[0],
+            f" ({len(names) - 1} more)" if len(names) > 1 else "",
+        )
+
 
 def _addresses(sources: Sequence[Seat]) -> list[str]:
     return [seat.address for seat in sources]
+
+
+def _trained_form(trained: Sequence[Sequence[bool] | None]) -> Form:
+    """DRIVER-8. `trained`: of each wrapper; None: this rank cannot say."""
+    return tuple(
+        (f"what requires gradients in wrapper {number}", UNKNOWN if each is None else all_but_false(each))
+        for number, each in enumerate(trained)
+    )

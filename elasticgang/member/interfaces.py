@@ -42,6 +42,10 @@ class StateServer(Protocol):
     def changed_parameter(self) -> str | None:
         """The name of a parameter that was changed since `begin`, if any."""
 
+    def trained_again(self) -> list[str]:
+        """The names of parameters that were frozen in the state that was loaded, and have required gradients in each
+        of the steps since, once. Call it once in each step of which this rank has a part, before the apply."""
+
     def drop_gradients(self) -> None:
         """Set the gradients of what the registered optimizers train to None."""
 
@@ -71,12 +75,19 @@ class StateServer(Protocol):
         """Answer peers that ask for the settings with which this rank is about to apply `attempt`, until
         `withdraw_settings`. `settings`: called on other threads."""
 
+    def announce_trained(self, attempt: Attempt, trained: Callable[[], Form]) -> None:
+        """Answer peers that ask what this rank trains in `attempt`, until the next call. `trained`: called on other
+        threads, and returns the same always."""
+
     def withdraw_settings(self) -> None:
         """They may change from now on."""
 
     def fetch_settings(self, source: str, attempt: Attempt, own: Form, cancelled: Callable[[], bool]) -> Form | None:
         """The settings with which the peer at `source` is about to apply `attempt`, or `own` if they are alike. None:
         it does not say that within a time limit, does not answer, or `cancelled`."""
+
+    def fetch_trained(self, source: str, attempt: Attempt, own: Form, cancelled: Callable[[], bool]) -> Form | None:
+        """Likewise: what it trains in `attempt`."""
 
     def digest_state(self, beat: Callable[[], object]) -> tuple[list[int], Callable[[Sequence[int]], str]]:
         """The outcome of `Do.DIGEST_STATE`, of parameters and the state of optimizers. Waits for what the current
@@ -213,6 +224,10 @@ class Reducer(Protocol):
     @property
     def form(self) -> Form:
         """What the reductions of a step are, in order: all ranks of the gang must have the same."""
+
+    @property
+    def trained(self) -> Sequence[bool]:
+        """Of each parameter whose gradient it reduces, in order, whether it requires one now."""
 
     @property
     def has_started(self) -> bool:

@@ -490,6 +490,10 @@ class QuorumManager:
         """An uninitialized vector of `num` elements on the CPU, for gradients: `reduction` need not copy it."""
         return self._rendezvous.empty(num, dtype)
 
+    def compare_trained(self) -> None:
+        """A forward of the step under way is about to begin. Raises MismatchError: DRIVER-8."""
+        self._driver.compare_trained()
+
     def add_reducer(self, reducer: Reducer) -> None:
         self._driver.reducers.append(reducer)
 

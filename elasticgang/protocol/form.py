@@ -24,6 +24,20 @@ def form_from_json(data: Iterable[Iterable[object]]) -> Form:
     return tuple((str(name), str(description)) for name, description in data)
 
 
+def all_but_false(each_parameter: Iterable[bool]) -> str:
+    """In words, as briefly as for a model of which the first layers are frozen."""
+    runs: list[range] = []
+    for place, is_so in enumerate(each_parameter):
+        if is_so:
+            continue
+        if runs and runs[-1].stop == place:
+            runs[-1] = range(runs[-1].start, place + 1)
+        else:
+            runs.append(range(place, place + 1))
+    found = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"each parameter but {', '.join(found)}" if found else "each parameter"
+
+
 def digest_of(form: Form) -> str:
     """The same for forms that are alike (FORM-1), and for no others."""
     return hashlib.blake2b(repr(sorted(form)).encode(), digest_size=16).hexdigest()

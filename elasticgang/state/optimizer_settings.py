@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from elasticgang.errors import WireError
-from elasticgang.protocol.form import UNKNOWN, Form, Item
+from elasticgang.protocol.form import UNKNOWN, Form, Item, all_but_false
 
 _NO_SETTINGS = ("params", "param_names")  # of a parameter group
 
@@ -84,23 +84,9 @@ def settings_form(optimizer: Any, max_norm: float | None, required: Sequence[Seq
         for key, value in settings_of(group).items():
             if (description := _described(value)) is not None:
                 found.append((f"{key!r} of parameter group {number}", description))
-        described = (
-            UNKNOWN if required is None else _all_but([at for at, is_so in enumerate(required[number]) if not is_so])
-        )
+        described = UNKNOWN if required is None else all_but_false(required[number])
         found.append((f"what requires gradients in parameter group {number}", described))
     return tuple(found)
-
-
-def _all_but(places: Sequence[int]) -> str:
-    """In words, as briefly as for a model of which the first layers are frozen."""
-    runs: list[range] = []
-    for place in places:
-        if runs and runs[-1].stop == place:
-            runs[-1] = range(runs[-1].start, place + 1)
-        else:
-            runs.append(range(place, place + 1))
-    found = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"each parameter but {', '.join(found)}" if found else "each parameter"
 
 
 def _described(value: Any) -> str | None:

@@ -29,6 +29,10 @@ REGISTERED-9  A step changes no parameter before its apply: what a learner reads
     leaves, would be no committed state. The version of a parameter counts the changes; those of `.data` are not seen.
 REGISTERED-10  Parameters are paired by their places: those of a module in the buckets of gradients, and those of an
     optimizer in its state. So a state in which they have another order is refused.
+REGISTERED-11  A parameter that a step has frozen is frozen by nothing in a job that resumes after that step, or in what
+    `manager.build` makes for another layout, if the script freezes it in that step alone. So what was frozen in the
+    state that is loaded is known, and what requires gradients in each of the next `_NUM_TRAINED` steps is told. Not
+    sooner: two networks may train in turns.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
 _EXTRA_KEY = "_extra_state"
+_NUM_TRAINED = 3
 EXTRA = ":"  # between the name of a module and the key of an extra state in it
 
 
@@ -104,6 +109,8 @@ class RegisteredState:
         self._optimizers: dict[str, Stateful] = {}
         self._others: dict[str, Stateful] = {}
         self._forms: dict[str, Form] = {}  # by the name of the object, of those that `form` has read
+        self._frozen: list[tuple[str, str]] = []  # REGISTERED-11: by module and name
+        self._num_trained = 0  # steps since
         self._versions: dict[str, list[int]] = {}  # of the parameters, when the step began (REGISTERED-9)
         self.snapshot: dict[str, Any] = {}
         self._held: list[HeldBuffers] = []  # with the snapshot
@@ -249,6 +256,20 @@ class RegisteredState:
                 return f"{key!r} of {name!r}"
         return None
 
+    def trained_again(self) -> list[str]:
+        """The names of parameters that were frozen in the state that was loaded, once they are to be told
+        (REGISTERED-11). Call it once in each step of which this rank has a part, before the apply."""
+        self._frozen = [
+            (owner, key)
+            for owner, key in self._frozen
+            if (parameter := self._parameters.get(owner, {}).get(key)) is not None and parameter.requires_grad
+        ]
+        self._num_trained += 1
+        if self._num_trained < _NUM_TRAINED:
+            return []
+        found, self._frozen = self._frozen, []
+        return [f"{key!r} of {owner!r}" for owner, key in found]
+
     def drop_gradients(self) -> None:
         """Of what the optimizers train."""
         for optimizer in self._optimizers.values():
@@ -287,6 +308,8 @@ class RegisteredState:
 
     def load(self, state: dict[str, Any]) -> None:
         """All of it: the step in which this rank heals may be dropped, so the snapshot is of it too."""
+        if "frozen" in state:  # of no peer, with whom the settings are compared (DRIVER-5)
+            self._frozen, self._num_trained = state["frozen"], 0
         self._load_large(state["large"], state["small"].get("settings", {}))
         self.load_small(state["small"])
         self.keep_snapshot()

@@ -132,6 +132,10 @@ class SnapshotServer:
         """As of `RegisteredState`."""
         return self._state.changed_parameter()
 
+    def trained_again(self) -> list[str]:
+        """As of `RegisteredState`."""
+        return self._state.trained_again()
+
     def drop_gradients(self) -> None:
         """As of `RegisteredState`."""
         self._state.drop_gradients()
@@ -189,6 +193,11 @@ class SnapshotServer:
         `withdraw_settings`. `settings`: called on other threads."""
         self._forms.announce("settings", attempt, settings)
 
+    def announce_trained(self, attempt: Attempt, trained: Callable[[], Form]) -> None:
+        """Answer peers that ask what this rank trains in `attempt`, until the next call. `trained`: called on other
+        threads, and returns the same always."""
+        self._forms.announce("trained", attempt, trained)
+
     def withdraw_settings(self) -> None:
         """They may change from now on."""
         self._forms.withdraw("settings")
@@ -198,6 +207,12 @@ class SnapshotServer:
         it does not say that within a time limit, does not answer, or `cancelled`."""
         return self._forms.fetch(
             heal_addresses.main_first(source), "settings", attempt, own, cancelled, is_patient=False
+        )
+
+    def fetch_trained(self, source: str, attempt: Attempt, own: Form, cancelled: Callable[[], bool]) -> Form | None:
+        """Likewise: what it trains in `attempt`."""
+        return self._forms.fetch(
+            heal_addresses.main_first(source), "trained", attempt, own, cancelled, is_patient=False
         )
 
     def release_memory(self) -> None:

@@ -228,6 +228,7 @@ class DistributedDataParallel(nn.Module):
         """
         self._manager.step.check()
         self._trainable.check()
+        self._manager.compare_trained()
         if self._reduced:
             raise _late()
         if self._of_slots is not None:
@@ -263,6 +264,10 @@ class DistributedDataParallel(nn.Module):
     @property
     def form(self) -> Form:
         return self._trainable.form(f"DistributedDataParallel({self._options})", self._parameters_of)
+
+    @property
+    def trained(self) -> list[bool]:
+        return self._trainable.trained
 
     @property
     def has_started(self) -> bool:

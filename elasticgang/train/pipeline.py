@@ -100,6 +100,7 @@ class PipelineParallel(ShardedDataParallel):
         self._manager.step.check()
         found: list[Tensor] = []
         if len(slots):
+            self._manager.compare_trained()
             with _batched(self._manager.gangs.pp.as_process_group()) as start_messages:
                 self._run_schedule(slots, inputs, targets, found, start_messages)
             self._take_sample()

@@ -117,6 +117,7 @@ class ShardedDataParallel(nn.Module):
         step = self._manager.step
         step.check()
         self._trainable.check()
+        self._manager.compare_trained()
         if self._of_slots is not None:
             self._of_slots.enter_slot()
         self._sample = []
@@ -149,6 +150,10 @@ class ShardedDataParallel(nn.Module):
     @property
     def form(self) -> Form:
         return self._trainable.form(f"{type(self).__name__}({self._options})", self._by_dtype.values())
+
+    @property
+    def trained(self) -> list[bool]:
+        return self._trainable.trained
 
     @property
     def has_started(self) -> bool:

@@ -33,6 +33,11 @@ class Trainable:
                     "them by `requires_grad_(False)` afterwards."
                 )
 
+    @property
+    def trained(self) -> list[bool]:
+        """Of each of `parameters`, whether it requires gradients now."""
+        return [parameter.requires_grad for parameter in self.parameters]
+
     def form(self, how: str, groups: Iterable[Sequence[Tensor]]) -> Form:
         """Of a reducer (FORM-1) that reduces the gradients of these `groups` of parameters one after the other. `how`:
         its options."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.training_scripts import script
+from tests.chaos.training_scripts import training as simple_training
 from tests.support import Job
 
 HERE = "127.0.0.1"
@@ -262,3 +263,79 @@ def test_ranks_that_begin_with_other_forms_end_the_job_with_both(tmp_path: Path)
             job.assert_nothing_left()
             assert f"than rank 0 on {HERE}: {CHANGES[change]}" in job.stderr
             assert job.stderr.splitlines()[-1].endswith("rank 1 exited with code 1 before its first committed step")
+
+
+AGAIN = (
+    r"bias' of 'model' did not require gradients in the state that was loaded, but in each step since\. If they are to "
+    "stay frozen, freeze them by `if step.index >= N:`"
+)
+
+
+# REGISTERED-11 PLACED-4
+@pytest.mark.parametrize(
+    ("is_trained", "is_told"),
+    [
+        ("bias.requires_grad and step.index != 3", True),
+        ("step.index < 3", False),
+        ("step.index % 2 == 0", False),  # two networks may train in turns
+    ],
+)
+def test_what_was_frozen_before_the_checkpoint_is_told_once_it_is_trained(
+    tmp_path: Path, is_trained: str, is_told: bool
+) -> None:
+    setup = f"bias = model.module.bias; manager.checkpoints({str(tmp_path / 'checkpoints')!r}, every_steps=6)"
+    for steps in (6, 12):
+        path = simple_training(tmp_path, steps=steps, setup=setup, body=f"bias.requires_grad_({is_trained})")
+        with Job(tmp_path, path, ranks=2) as job:
+            assert job.wait() == 0, job.stderr
+    assert len(re.findall(AGAIN, job.stderr)) == is_told, job.stderr
+
+
+# DRIVER-8 REGISTERED-11
+def test_a_rank_of_a_group_that_trains_what_the_others_have_frozen_is_refused_before_its_backward(
+    tmp_path: Path,
+) -> None:
+    """The others go on with another layout, whose ranks have all been built anew."""
+    path = script(
+        tmp_path,
+        f"""\
+        import os, pathlib, signal
+        import torch
+        from torch import nn
+        from torch.distributed.fsdp import fully_shard
+        import elasticgang as eg
+
+        killed = pathlib.Path({str(tmp_path / "killed")!r})
+        layout = eg.ParallelLayout(sdp=2, min_replicas=2, fallback=(eg.ParallelLayout(),))
+        manager = eg.join(layout=layout)
+
+        def build(seat):
+            torch.manual_seed(0)
+            module = nn.Linear(4, 4)
+            if manager.layout.sdp > 1:
+                fully_shard(module, mesh=manager.gangs.device_mesh("sdp"))
+            model = eg.ShardedDataParallel(manager, module)
+            return dict(model=model, optim=eg.Optimizer(manager, torch.optim.SGD(module.parameters(), lr=0.1)))
+
+        state, batches = manager.build(build), eg.GlobalBatch(16, size=8, slot=2)
+        for step in manager.steps(20):
+            with step:
+                if step.index == 3:
+                    state.model.module.bias.requires_grad_(False)
+                slots = batches.slots(step)
+                for slot in slots:
+                    with state.model.accumulate(last=slot.last):
+                        state.model(torch.ones(2, 4)).sum().backward()
+                if step.index == 5 and os.environ["LOCAL_RANK"] == "1" and not killed.exists():
+                    killed.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                state.optim.step(weight=slots.num_samples)
+        """,
+    )
+    with Job(tmp_path, path, ranks=4) as job:
+        assert job.wait() == 0, job.stderr
+        job.assert_nothing_left()
+    assert REFUSED in job.stderr
+    what = "what requires gradients in wrapper 0 is each parameter here, and each parameter but 1 there"
+    assert re.search(rf"gradients of other parameters in step \d+ than rank \d on {HERE}: {what}", job.stderr)
+    assert re.search(AGAIN, job.stderr), job.stderr

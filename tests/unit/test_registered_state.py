@@ -324,6 +324,26 @@ def test_the_form_of_an_object_stays_as_it_was_before_the_first_step() -> None:
     assert registered.form == before
 
 
+# REGISTERED-11
+def test_what_was_frozen_is_named_once_it_has_required_gradients_in_three_steps() -> None:
+    module, registered = Two(), RegisteredState()
+    registered.register(model=module)
+    small = registered.small(cloned=True)
+    loaded = {"small": small, "large": {"parameters": {}, "optimizers": {}}}
+    assert [registered.trained_again() for _ in range(4)] == [[]] * 4
+    frozen = [("model", "one.weight"), ("model", "one.bias"), ("model", "two.bias")]
+    registered.load({**loaded, "frozen": frozen})
+    module.one.bias.requires_grad_(False)
+    found = [registered.trained_again()]
+    module.one.bias.requires_grad_(True)  # as of one of two networks that train in turns
+    registered.load(loaded)  # of a peer
+    found += [registered.trained_again() for _ in range(3)]
+    assert found == [[], [], ["'one.weight' of 'model'", "'two.bias' of 'model'"], []]
+    registered.load({**loaded, "frozen": frozen})
+    registered.unregister(["model"])  # the next seat has another module
+    assert [registered.trained_again() for _ in range(4)] == [[]] * 4
+
+
 def test_settings_are_what_can_be_compared_rounded() -> None:
     module = Two()
     groups: list[dict[str, Any]] = [{"params": [module.one.weight]}, {"params": [module.two.weight], "lr": 0.1 + 1e-12}]

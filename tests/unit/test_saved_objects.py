@@ -61,6 +61,13 @@ def test_a_seat_of_the_same_stages_sees_its_own() -> None:
         merged(seat(0, [0]), seat(1, [1]), place="2-0-0", axes=())
 
 
+# PLACED-4
+def test_what_any_stage_had_frozen_is_known_by_the_names_of_the_whole_model() -> None:
+    frozen = seat(0, [0, 1]) | {"frozen": [tree(Ref("model.1@pp=0"))]}
+    assert merged(frozen, seat(1, [2])).frozen == {"model.1"}
+    assert merged(seat(0, [0]), seat(1, [1])).frozen == set()  # of a checkpoint of an earlier version
+
+
 # MERGE-1
 def test_the_first_seat_of_a_stage_counts() -> None:
     objects = {place: seat(0, [0], {"loss": place}) for place in ("0-0-0", "0-1-0", "0-1-1")}
