@@ -77,7 +77,7 @@ def test_objects_are_made_for_the_first_writer_alone(monkeypatch: pytest.MonkeyP
     state, seated = state_of(0, 1, 1.0), Seated(eg.ParallelLayout(), (0, 0, 0))
     objects, placed = place_state(state, seated)
     none, same = place_state(state, seated, has_objects=False)
-    assert objects.keys() == {"parameters", "buffers", "optimizers", "others", "keys"}
+    assert objects.keys() == {"parameters", "buffers", "optimizers", "others", "keys", "frozen"}
     assert none == {}
     names, wanted = ({kind: [each.name for each in found[kind]] for kind in found} for found in (same, placed))
     assert names == wanted
