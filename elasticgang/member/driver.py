@@ -165,6 +165,7 @@ class MemberDriver:
                 error = failure
 
     def contribute(self) -> None:
+        self._announce_trained(is_known=False)  # first: the script's own collectives may follow
         for reducer in self.reducers:
             reducer.contribute()
 
@@ -190,7 +191,6 @@ class MemberDriver:
                     self.checkpoints.begin(rendezvous.member, self.lifecycle.state)
             case Do.CONTRIBUTE:
                 state_server.forward_done()
-                self._announce_trained(is_known=False)
                 self.contribute()
             case do.StartSum(gang, values, measures):
                 self._is_voting = gang == "control"

@@ -291,13 +291,11 @@ def test_what_was_frozen_before_the_checkpoint_is_told_once_it_is_trained(
     assert len(re.findall(AGAIN, job.stderr)) == is_told, job.stderr
 
 
-# DRIVER-8 REGISTERED-11
-def test_a_rank_of_a_group_that_trains_what_the_others_have_frozen_is_refused_before_its_backward(
-    tmp_path: Path,
-) -> None:
-    """The others go on with another layout, whose ranks have all been built anew."""
-    path = script(
-        tmp_path,
+def sharded(directory: Path, *, killed: int, size: int, freezes: str, body: str = "pass") -> Path:
+    """Two groups of `sdp=2`, of which the rank `killed` is killed once in step 5. `freezes`: when the bias is frozen.
+    `body` runs in each step before `optim.step`."""
+    return script(
+        directory,
         f"""\
         import os, pathlib, signal
         import torch
@@ -305,7 +303,7 @@ def test_a_rank_of_a_group_that_trains_what_the_others_have_frozen_is_refused_be
         from torch.distributed.fsdp import fully_shard
         import elasticgang as eg
 
-        killed = pathlib.Path({str(tmp_path / "killed")!r})
+        killed = pathlib.Path({str(directory / "killed")!r})
         layout = eg.ParallelLayout(sdp=2, min_replicas=2, fallback=(eg.ParallelLayout(),))
         manager = eg.join(layout=layout)
 
@@ -317,21 +315,32 @@ def test_a_rank_of_a_group_that_trains_what_the_others_have_frozen_is_refused_be
             model = eg.ShardedDataParallel(manager, module)
             return dict(model=model, optim=eg.Optimizer(manager, torch.optim.SGD(module.parameters(), lr=0.1)))
 
-        state, batches = manager.build(build), eg.GlobalBatch(16, size=8, slot=2)
+        state, batches = manager.build(build), eg.GlobalBatch(16, size={size}, slot=2)
         for step in manager.steps(20):
             with step:
-                if step.index == 3:
+                if {freezes}:
                     state.model.module.bias.requires_grad_(False)
                 slots = batches.slots(step)
+                if not len(slots) and step.index > 5:
+                    print("without slots", flush=True)
                 for slot in slots:
                     with state.model.accumulate(last=slot.last):
                         state.model(torch.ones(2, 4)).sum().backward()
-                if step.index == 5 and os.environ["LOCAL_RANK"] == "1" and not killed.exists():
+                if step.index == 5 and os.environ["LOCAL_RANK"] == "{killed}" and not killed.exists():
                     killed.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
+                {body}
                 state.optim.step(weight=slots.num_samples)
         """,
     )
+
+
+# DRIVER-8 REGISTERED-11
+def test_a_rank_of_a_group_that_trains_what_the_others_have_frozen_is_refused_before_its_backward(
+    tmp_path: Path,
+) -> None:
+    """The others go on with another layout, whose ranks have all been built anew."""
+    path = sharded(tmp_path, killed=1, size=8, freezes="step.index == 3")
     with Job(tmp_path, path, ranks=4) as job:
         assert job.wait() == 0, job.stderr
         job.assert_nothing_left()
@@ -339,3 +348,15 @@ def test_a_rank_of_a_group_that_trains_what_the_others_have_frozen_is_refused_be
     what = "what requires gradients in wrapper 0 is each parameter here, and each parameter but 1 there"
     assert re.search(rf"gradients of other parameters in step \d+ than rank \d on {HERE}: {what}", job.stderr)
     assert re.search(AGAIN, job.stderr), job.stderr
+
+
+# DRIVER-8
+def test_a_peer_without_slots_does_not_keep_a_rank_waiting_that_comes_back(tmp_path: Path) -> None:
+    """Although it is in a collective of the script that waits for that rank."""
+    body = "manager.gangs.root.all_reduce(torch.ones(1), eg.ReduceOperation.SUM)"
+    path = sharded(tmp_path, killed=3, size=4, freezes="step.index >= 3", body=body)
+    with Job(tmp_path, path, ranks=4, options=["--collective-timeout", "5"]) as job:
+        assert job.wait() == 0, job.stderr
+        job.assert_nothing_left()
+    assert "without slots" in job.stdout
+    assert job.stderr.count("elasticgang: generation ") == 2, job.stderr
