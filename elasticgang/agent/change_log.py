@@ -72,5 +72,6 @@ def _seats(record: Record) -> list[dict[str, Any]]:
         agent = found.setdefault(seat.agent, {"agent": seat.agent, "host": seat.host, "seats": []})
         agent["seats"].append((seat.local_rank, record.plan.ranks.get(seat.member), seat.status))
     for away, _ in record.cut_off:
-        found[away]["out_of_reach"] = record.hosts_out_of_reach(away)
+        if away in found:  # else none of its ranks runs
+            found[away]["out_of_reach"] = record.hosts_out_of_reach(away)
     return list(found.values())

@@ -6,7 +6,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from elasticgang.agent.change_log import ChangeLog
 from elasticgang.layout import ParallelLayout
+from elasticgang.observe.event_names import EventName
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.job_facts import AgentFacts
@@ -25,6 +27,16 @@ from elasticgang.protocol.record import (
 from tests.unit import coordinator_driver
 from tests.unit.coordinator_driver import Driver
 from tests.unit.proposals import PAIRS, first, member, report, trained
+
+
+class RecordedEvents:
+    def __init__(self) -> None:
+        self.written: list[dict[str, Any]] = []
+
+    def write(self, event: EventName, **fields: Any) -> None:
+        self.written.append(fields)
+
+    def write_file(self, name: str, text: str) -> None: ...
 
 
 def decided(record: Record | None, proposal: list[Report], **unreached: str) -> Record:
@@ -46,6 +58,17 @@ def test_the_members_of_a_host_that_the_others_do_not_reach_are_spares() -> None
     assert following.members(SPARE) == ("c0",)
     assert following.cut_off == (CutOff("c", ("a", "b")),)
     assert Record.from_text(following.text) == following
+
+
+# NEXT-10
+def test_a_host_that_is_left_out_while_none_of_its_ranks_runs_does_not_end_the_agents() -> None:
+    record, attempt = trained("a", "b")
+    following = decided(record, [*at_step(record, attempt, "a"), report("b", seen=record)], a="b")
+    assert following.cut_off == (CutOff("b", ("a",)),)
+    events = RecordedEvents()
+    ChangeLog(events, 0.0).agreed(following, "a", (), ())
+    (written,) = events.written
+    assert [host["agent"] for host in written["seats"]] == ["a"]
 
 
 # NEXT-10
