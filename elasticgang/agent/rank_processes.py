@@ -171,9 +171,9 @@ class RankProcesses:
         for rank in self.of(members):
             rank.link.send(message)
 
-    def abort(self, members: Sequence[str], generation: int, reason: str) -> None:
-        """Notify the ranks of the end of that generation."""
-        message = framing.pack("abort", generation=generation, reason=reason)
+    def abort(self, members: Sequence[str], generation: int, reason: str, timed_out: bool) -> None:
+        """Notify the ranks of the end of that generation. `timed_out`: as in `EndCause`."""
+        message = framing.pack("abort", generation=generation, reason=reason, timed_out=timed_out)
         for rank in self.of(members):
             rank.notify_end(generation, message)
 

@@ -70,7 +70,7 @@ _MAX_BODIES = 4096
 # Timeouts in the error texts of Gloo, of the pairs that Gloo then closes, of the store, and of NCCL. Not those of TCP
 # ("Connection timed out").
 _TIMED_OUT = re.compile(
-    r"Timed out waiting|Application timeout|[Ww]ait timeout|timed out after|ran for \d+ milliseconds"
+    r"Timed out waiting|Application timeout|Connect timeout|[Ww]ait timeout|timed out after|ran for \d+ milliseconds"
     r"|Ranks [\d, ]+ failed to pass monitoredBarrier"
 )
 

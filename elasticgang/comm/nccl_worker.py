@@ -82,6 +82,10 @@ class NCCLWorker(Worker):
     def _create(self, store: Store, group: dict[str, Any], timeout: timedelta) -> Any:
         return self._cuda.new_group(store, group["rank"], group["size"], self._device, timeout)
 
+    def _made(self, making: Future[Any], timeout: timedelta) -> Any:
+        """`new_group` has its own timeout."""
+        return making.result()
+
     def _close(self, command: dict[str, Any]) -> None:
         """NCCLWORKER-3."""
         ended, self._groups = self._groups, {}

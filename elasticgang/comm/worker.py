@@ -15,6 +15,8 @@ WORKER-7  A process that has had nothing to do for `WARM_UP_S` makes a group wit
     which a standby makes while the cores are needed for a recovery. Commands do not wait for that.
 WORKER-8  A group that is added uses its client of the store until it has connected; the next one takes the client over.
     For each new connection the server of the store looks up a name, which takes 5 s where the DNS loses an answer.
+WORKER-9  Making a group of Gloo fails `CONNECT_MARGIN_S` after its timeout: on a path that drops what is sent, Gloo
+    waits for a connection five times as long as its timeout, and would be ended without a cause by the rank's deadline.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
@@ -56,6 +59,7 @@ RUN = struct.Struct("<BQ")
 RUN_MARK = 1
 _MAX_PREPARED = 4096
 _CONNECT_TIMEOUT = timedelta(seconds=5)
+CONNECT_MARGIN_S = 0.5  # for the store's own words, which name the missing keys
 _MAX_TEXT = 4096
 _MAX_TAG = (1 << 31) - 1
 _PROBE_TIMEOUT_S = 2.0
@@ -260,7 +264,14 @@ class Worker:
             group["name"]: self._threads.submit(self._create_with, number, command, group)
             for number, group in enumerate(command["groups"])
         }
-        self._groups = {name: future.result() for name, future in started.items()}
+        self._groups = {name: self._made(future, self._timeout) for name, future in started.items()}
+
+    def _made(self, making: futures.Future[Any], timeout: timedelta) -> Any:
+        """WORKER-9. All groups of a configuration begin at once."""
+        try:
+            return making.result(timeout.total_seconds() + CONNECT_MARGIN_S)
+        except futures.TimeoutError:
+            raise RuntimeError("wait timeout: a rank did not connect, although its keys have come") from None
 
     def _create_with(self, number: int, command: dict[str, Any], group: dict[str, Any]) -> Any:
         made = self._create(self._store_of(number, command["prefix"], group), group, self._timeout)
@@ -309,7 +320,7 @@ class Worker:
             client.set_timeout(timeout)
             idle = {address: client}
             store = PrefixStore(f"{prefix}/{group['name']}", client)
-        made = self._create(store, group, timeout)
+        made = self._made(self._threads.submit(self._create, store, group, timeout), timeout)
         self._handshake(made)
         groups[group["name"]] = made
         self._idle = idle

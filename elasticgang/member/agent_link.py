@@ -75,7 +75,7 @@ def take_block(door: socket.socket, digest: str) -> int | None:
 class AgentLink:
     """Messages to and from the agent. `send` is thread-safe."""
 
-    def __init__(self, fd: int, *, on_abort: Callable[[int, str], None], on_join: Callable[[int], None]) -> None:
+    def __init__(self, fd: int, *, on_abort: Callable[[int, str, bool], None], on_join: Callable[[int], None]) -> None:
         self._sock = socket.socket(fileno=fd)
         self._lock = threading.Lock()
         self._on_abort, self._on_join = on_abort, on_join
@@ -104,7 +104,7 @@ class AgentLink:
                         self.is_job_over = True
                         self.records.put(None)
                     case "abort":
-                        self._on_abort(message["generation"], message["reason"])
+                        self._on_abort(message["generation"], message["reason"], message["timed_out"])
                     case "join":
                         self._on_join(message["generation"])
         except (OSError, WireError):

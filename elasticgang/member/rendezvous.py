@@ -128,7 +128,7 @@ class ElasticRendezvous:
         self._generation: Generation | None = None
         self._aborted = AbortNotice()  # written by the link's thread, as is the next
         self._joining = 0
-        self._connecting_s = 0.0  # of the last generation that was not connected
+        self._connecting_s, self._has_timed_out = 0.0, False  # of the last generation that was not connected
         self._phases: dict[str, float] = {}  # of the change under way, and when each ended
         self.drain, self.page = context.drain, context.drain.page
         self._lease = Lease(context.lease)
@@ -191,6 +191,7 @@ class ElasticRendezvous:
             link.is_job_over,
             self.page.successors,
             self._connecting_s,
+            self._has_timed_out,
         )
 
     def poison(self, error: GangError) -> None:
@@ -332,6 +333,8 @@ class ElasticRendezvous:
             self._connect(generation)
         except GangError as error:
             self._connecting_s = time.monotonic() - self._phases["resolved"]
+            is_told = self._aborted.timed_out and self._aborted.ends(record.generation)
+            self._has_timed_out = is_told or isinstance(error, CollectiveTimeoutError)
             generation.fail(error)
             if self._stopped_at:
                 self._stopped_at = "while it connected to the other ranks"
@@ -482,9 +485,9 @@ class ElasticRendezvous:
             raise
         return self._bound(generation, spec)
 
-    def _on_abort(self, number: int, reason: str) -> None:
+    def _on_abort(self, number: int, reason: str, timed_out: bool) -> None:
         """On the link's thread, which must not wait: further notices and the next record come by it."""
-        self._aborted = AbortNotice(number, reason)
+        self._aborted = AbortNotice(number, reason, timed_out)
         reached("abort_noticed")
         generation = self._generation
         if generation is not None and self._aborted.ends(generation.record.generation):

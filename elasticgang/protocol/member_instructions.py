@@ -19,7 +19,8 @@ class Observed(NamedTuple):
     """What other threads and processes have told this rank by now. `error`: what ended the present generation;
     `joining`: the newest generation that somebody waits to join; `draining`: this rank is asked to leave, `by_signal`
     or by its script; `num_successors`: as in `MemberState.ballot`; `connecting_s`: how long the last try to connect a
-    generation took that was not connected."""
+    generation took that was not connected; `has_timed_out`: it ended because this rank or another one had waited for
+    the time limit."""
 
     error: GangError | None = None
     joining: int = 0
@@ -28,14 +29,17 @@ class Observed(NamedTuple):
     is_job_over: bool = False
     num_successors: int = 0
     connecting_s: float = 0.0
+    has_timed_out: bool = False
 
 
 @value(frozen=True)
 class AbortNotice:
-    """The agent's word that `generation` is over. It may come before this rank has entered it."""
+    """The agent's word that `generation` is over. It may come before this rank has entered it. `timed_out`: as in
+    `EndCause`."""
 
     generation: int = 0
     reason: str = ""
+    timed_out: bool = False
 
     def ends(self, generation: int) -> bool:
         return generation <= self.generation

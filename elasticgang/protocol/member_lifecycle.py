@@ -36,8 +36,9 @@ MANAGER-16  A number that stands for the names of the script's numbers is summed
 MANAGER-17  A generation whose groups are not connected counts as a lost attempt at the step. `MAX_LOST_STEPS` in a row
     without a committed step end this rank with an error, and `MAX_NOT_ENTERED` if it has no state: a joiner that cannot
     connect stops the others no longer than that. After `_NUM_AT_ONCE` it waits before each request, and says so: an
-    interruption of the network does not use them up. For both, one that took `LATE_S` counts as `_NUM_AT_ONCE`: over a
-    path that drops what is sent each takes a minute, and 20 of them would stop the others for 20 minutes.
+    interruption of the network does not use them up. For both, one that took `LATE_S`, or in which a rank has waited
+    for the time limit, counts as `_NUM_AT_ONCE`: over a path that drops what is sent each takes a minute, and 20 of
+    them would stop the others for 20 minutes.
 MANAGER-18  A rank without state, whose peers hold a later step than its script's last one, ends with an error, and does
     not end their generation.
 MANAGER-19  If an exception leaves a step that is not committed, and the script goes on, the generation ends: the other
@@ -132,7 +133,7 @@ class MemberLifecycle:
         self._left: int | None = None  # the step that an exception has left (MANAGER-19)
         self._has_connected = True  # or was not to
         self._num_not_entered = 0  # generations since the last commit that were not connected
-        self._num_late = 0  # of these, those that took `LATE_S`
+        self._num_late = 0  # of these, those that count for several
         self._num_received = 0  # most, of a heal that has not ended
         self._stuck_s = 0.0  # of heals in a row that got no further
         self._num_steps = 0
@@ -187,6 +188,11 @@ class MemberLifecycle:
     def _num_quick(self) -> int:
         """As many quick generations as those that were not connected (MANAGER-17)."""
         return self._num_not_entered + (_NUM_AT_ONCE - 1) * self._num_late
+
+    @property
+    def _was_late(self) -> bool:
+        """Whether the last generation, which was not connected, counts for several (MANAGER-17)."""
+        return self.observed.has_timed_out or self.observed.connecting_s >= LATE_S
 
     @property
     def _loads(self) -> bool:
@@ -565,7 +571,7 @@ class MemberLifecycle:
                         raise
                     self._has_connected = False
                     self._num_not_entered += 1
-                    self._num_late += self.observed.connecting_s >= LATE_S
+                    self._num_late += self._was_late
                 return
             yield from self._keep_former(record)
             yield do.ReportSpare(record)

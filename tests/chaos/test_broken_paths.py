@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.network import Network
 from tests.chaos.several import Cluster
-from tests.support import Job
+from tests.support import Job, kill
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -65,6 +65,28 @@ def test_a_host_that_reaches_only_the_coordinator_is_left_out_and_comes_back(
         cluster.reached(20, 3)
         assert not is_spare(left_out)
         cluster.release(20)
+        cluster.check(alone, agents)
+
+
+# WORKER-9, MANAGER-17
+def test_ranks_that_all_wait_for_a_connection_say_so_at_the_time_limit(
+    tmp_path: Path, alone: str, network: Network
+) -> None:
+    with cluster_on(network, tmp_path, [5, 12]) as cluster:
+        agents = [start(cluster, network, host) for host in "abd"]
+        cluster.reached(5, 3)
+        for host, other in ("ad", "da", "bd", "db"):
+            network.drop(host, other)
+        kill(agents[0].rank_pid(0))  # the next generation begins at once, without a collective that times out
+        for agent in agents[1:]:
+            agent.expect_line(
+                "did not connect in the last generation; rank 0 requests the next one in 1 s (configure timed out "
+                "after 2 seconds: wait timeout: a rank did not connect, although its keys have come)"
+            )
+        cluster.release(5)
+        cluster.reached(12, 2)
+        assert is_spare(agents[2])
+        cluster.release(12)
         cluster.check(alone, agents)
 
 

@@ -86,6 +86,10 @@ def _gives_up_as_any(self: MemberLifecycle) -> bool:
     return self._num_lost + self._num_not_entered >= self.max_lost_steps
 
 
+def _was_slow(self: MemberLifecycle) -> bool:
+    return self.observed.connecting_s >= member_lifecycle.LATE_S
+
+
 def _without_digest(checkpoint: CheckpointRef) -> recovery.CommittedState:
     return recovery.CommittedState(checkpoint.attempt, rolled_back=True)
 
@@ -164,6 +168,10 @@ MEMBER_MUTANTS = {
     "a generation that takes long to be not connected counts as a quick one": UnitMutant(
         ((member_lifecycle, "LATE_S", math.inf),),
         test_member_lifecycle.test_generations_that_take_long_to_be_not_connected_count_for_several,
+    ),
+    "a generation that ends by a short time limit counts as a quick one": UnitMutant(
+        ((MemberLifecycle, "_was_late", property(_was_slow)),),
+        test_member_lifecycle.test_generations_that_end_by_the_time_limit_count_for_several_however_short_it_is,
     ),
     "a rank whose heals get no further tries again for ever": UnitMutant(
         ((member_lifecycle, "MAX_STUCK_S", math.inf),),

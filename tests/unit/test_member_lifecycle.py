@@ -51,6 +51,7 @@ class Driver:
     records: list[Record | None] = field(default_factory=list)
     done: list[Instruction] = field(default_factory=list)
     connecting_s: float = 0.0
+    has_timed_out: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -72,7 +73,8 @@ class Driver:
             name += gang if name in ("StartSum", "AWAIT_SUMS") else ""
             outcome = given.get(name)
             if isinstance(outcome, GangError):
-                self.lifecycle.observed = Observed(error=outcome, connecting_s=self.connecting_s)
+                error, connecting_s, has_timed_out = outcome, self.connecting_s, self.has_timed_out
+                self.lifecycle.observed = Observed(error, connecting_s=connecting_s, has_timed_out=has_timed_out)
                 resume = partial(routine.throw, outcome)
                 continue
             if isinstance(outcome, Exception):
@@ -522,6 +524,15 @@ def test_generations_that_take_long_to_be_not_connected_count_for_several() -> N
         delays.append([(each.num, each.delay_s) for each in driver.done if isinstance(each, do.Delay)])
     assert delays == [[], [], [(2, 2.0)], [(3, 5.0)], [(4, 5.0)], [(5, 5.0)], [(6, 5.0)]]
     fail_to_enter(driver, 8, LEARNER, Attempt(3, 1))
+    assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
+
+
+# MANAGER-17
+def test_generations_that_end_by_the_time_limit_count_for_several_however_short_it_is() -> None:
+    driver = Driver(connecting_s=0.5, has_timed_out=True)
+    for generation in range(1, 5):
+        assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
+        fail_to_enter(driver, generation, LEARNER, Attempt(3, 1))
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
 
 
