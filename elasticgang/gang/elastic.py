@@ -90,6 +90,7 @@ class ElasticGang(CheckedGang):
         self._is_bound = False
         self._process_group: GangProcessGroup | None = None
         self._made: list[ElasticGang] = []
+        self._ended: list[ElasticGang] = []  # of the last generation but one in which any were made (REGISTRY-5)
         self._num_made: Counter[tuple[int, ...]] = Counter()  # by their ranks
         self._closed = False
 
@@ -98,7 +99,10 @@ class ElasticGang(CheckedGang):
         for gang in self._made:
             gang.bind(None)
             gang.close()
-        self._made = []
+        if self._made:  # REGISTRY-5
+            for gang in self._ended:
+                gang._forget()
+            self._ended, self._made = self._made, []
         self._num_made.clear()
         self._is_bound = binding is not None
         if binding is None:
@@ -176,6 +180,12 @@ class ElasticGang(CheckedGang):
         compiled.end(self)
         if self._maker is not None and self._process_group is not None:
             torch_registry.unregister(self._process_group)
+
+    def _forget(self) -> None:
+        """Remove the groups that torch has of this gang, and of those that it made."""
+        for gang in (*self._made, *self._ended):
+            gang._forget()
+        torch_registry.unregister_all_of(self)
 
     def create_gang(self, ranks: Sequence[int]) -> ElasticGang | None:
         """See `Gang.create_gang`. The gang ends with the generation: make it again in the next one, or declare an axis

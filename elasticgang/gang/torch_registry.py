@@ -9,6 +9,9 @@ REGISTRY-3  The group of a real gang has no store. torch's functions that return
 REGISTRY-4  DTensor keeps no mesh of an earlier generation, whose groups have ended and in which this rank had another
     place, for an equal one of this generation: it forgets all when a generation begins, and again before objects are
     built for another seat, because code that used the former ones may have run since.
+REGISTRY-5  What torch's `new_group` and meshes make of an elastic gang ends with the generation. It stays registered
+    until another generation has ended in which such groups were made, because a script may destroy it there. Then it
+    is removed; otherwise each generation would leave some for good.
 """
 
 from __future__ import annotations
@@ -71,12 +74,20 @@ def unregister(pg: GangProcessGroup) -> None:
     if world.default_pg is pg:
         _make_default(None)
     for tag in (world.pg_to_tag.pop(pg), ""):
-        if pg in world.tags_to_pg.get(tag, ()):
-            world.tags_to_pg[tag].remove(pg)
+        if pg in (tagged := world.tags_to_pg.get(tag, [])):
+            tagged.remove(pg)
+        if tag and not tagged:
+            world.tags_to_pg.pop(tag, None)
     world.pg_coalesce_state.pop(pg, None)
     for registered in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
         del registered[pg]
     unregister_group(world.pg_names.pop(pg))
+
+
+def unregister_all_of(gang: Gang) -> None:
+    """Remove all groups of `gang` that torch has registered (REGISTRY-5)."""
+    for pg in [pg for pg in world.pg_map if isinstance(pg, GangProcessGroup) and pg.gang is gang]:
+        unregister(pg)
 
 
 def follow_root(root: GangProcessGroup, gangs: Collection[Gang]) -> bool:

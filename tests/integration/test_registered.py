@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchft.process_group import ProcessGroup
 
 import elasticgang as eg
+from elasticgang.collectives.collective import Collective
 from elasticgang.comm import ProcessGroupIsolatedGloo, SwallowingProcessGroup, create_process_group, extend_device_mesh
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import ElasticGang, torch_registry
@@ -206,4 +207,41 @@ def test_the_group_of_an_elastic_gang_has_no_store_on_which_each_rank_goes_on_al
                 call(store)
     dist.barrier(made)
     gang.close()
+    dist.destroy_process_group()
+
+
+class _Group:
+    """Of a generation, to which no rank sends anything."""
+
+    is_poisoned = False
+
+    def getBackendName(self) -> str:
+        return "silent"
+
+    def check(self) -> None: ...
+
+    def start(self, collective: Collective) -> NoReturn:
+        raise AssertionError("nothing is sent")
+
+
+# REGISTRY-5
+def test_groups_of_generations_that_have_ended_do_not_stay_in_torchs_registry() -> None:
+    root = ElasticGang("root", torch.device("cpu"))
+    made: list[dist.ProcessGroup] = []
+    sizes, kept = [], set()
+    for generation in range(6):
+        root.bind(Binding(0, (0, 1), _Group(), lambda name, ranks: _Group()))
+        assert torch_registry.follow_root(root.as_process_group(), [root])
+        if generation == 3:  # of the generation before, whose groups a script may destroy in this one
+            dist.destroy_process_group(made[-1])
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+        group = dist.new_group([0, 1])
+        assert isinstance(group, dist.ProcessGroup)
+        made += [*mesh.get_all_groups(), group]
+        assert dist.get_process_group_ranks(group) == [0, 1]
+        sizes.append(len(distributed_c10d._world.pg_map))
+        kept.add(len(distributed_c10d._world.tags_to_pg))
+        root.bind(None)
+    assert sizes[0] < sizes[1] == sizes[2] == max(sizes)
+    assert len(kept) <= 3
     dist.destroy_process_group()
