@@ -1,4 +1,8 @@
-"""Translates the messages and exits of ranks to events of the agent's lifecycle, and writes what a reader needs."""
+"""Translates the messages and exits of ranks to events of the agent's lifecycle, and writes what a reader needs.
+
+FAILURES-1  A traceback is written in full, and when it comes again as one line. The newest `MAX_SHOWN` are known: their
+    texts may have steps and times, so that a job of weeks has new ones without end.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,8 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS, fault_in_output
 from elasticgang.protocol.record import checkpoint_from_json, layout_from_json, member_from_json
 
+MAX_SHOWN = 64
+
 
 class RankEvents:
     """`handle` takes the events, and may get a function that it calls with the instructions, before they are carried
@@ -52,8 +58,7 @@ class RankEvents:
         self._lifecycle, self._handle, self._changes = lifecycle, handle, changes
         self._events, self._output, self._stopping = events, output, stopping
         self._take_errors, self._lease = take_errors, lease
-        self._shown: dict[str, int] = {}  # by traceback: the first rank that failed with it
-        self._shown_whole: set[str] = set()
+        self._shown: dict[str, int] = {}  # FAILURES-1: by traceback, the first rank that failed with it
         self._difference = 0, 0  # the generation and the step of the last one of states that is in the events
         self.late = LateCollectives(events, output)
         self.unsaved_step = 0  # of the job's final state, if it was to be saved and is in no checkpoint
@@ -237,10 +242,12 @@ class RankEvents:
         return record is not None and record.seat(member) is not None
 
     def _show_failure(self, local_rank: int, traceback: str) -> None:
-        """Write a new traceback in full, a repeated one as one line."""
-        first = self._shown.setdefault(traceback, local_rank)
-        if first == local_rank and traceback not in self._shown_whole:
-            self._shown_whole.add(traceback)
+        """FAILURES-1."""
+        first = self._shown.get(traceback)
+        if first is None:
+            self._shown[traceback] = local_rank
+            if len(self._shown) > MAX_SHOWN:
+                del self._shown[next(iter(self._shown))]
             self._output.write_line(f"elasticgang: rank {local_rank} failed:\n{traceback.rstrip()}")
         elif not self._stopping.is_set():  # else the reason why the job ends has been told
             self._output.write_line(f"elasticgang: rank {local_rank} failed with the traceback of rank {first}")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from elasticgang.agent.change_log import ChangeLog
-from elasticgang.agent.rank_events import RankEvents
+from elasticgang.agent.rank_events import MAX_SHOWN, RankEvents
 from elasticgang.agent.rank_link import RankLink
 from elasticgang.agent.rank_processes import RankProcess, lower_group_priority
 from elasticgang.observe.events import EventLog
@@ -134,6 +135,34 @@ def test_a_traceback_that_was_shown_is_not_told_of_after_the_end_of_the_job() ->
     shown, again = told
     assert shown == "elasticgang: rank 0 failed:\nValueError: no"
     assert again == "elasticgang: rank 1 failed with the traceback of rank 0"
+
+
+# FAILURES-1
+def test_the_tracebacks_that_an_agent_remembers_are_bounded() -> None:
+    agent, _, told = exit_lines()
+    counted = MAX_SHOWN * 100
+    failure = {"error": "ValueError", "blameless": False, "device_fault": None, "differs": False, "heals": False}
+
+    def fail(step: int) -> None:
+        rank = exited_rank(0, 1)
+        rank.failure = {**failure, "traceback": f"ValueError: step {step}{' ' * 10_000}at the end"}
+        agent.on_exit(rank, 0.0)
+
+    tracemalloc.start()
+    try:
+        for step in range(MAX_SHOWN):
+            fail(step)
+        told.clear()
+        before = tracemalloc.get_traced_memory()[0]
+        for step in range(MAX_SHOWN, counted):
+            fail(step)
+            assert told.pop().startswith(f"elasticgang: rank 0 failed:\nValueError: step {step} ")
+        after = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert after - before < 10_000 * MAX_SHOWN
+    fail(counted - 1)
+    assert told == ["elasticgang: rank 0 failed with the traceback of rank 0"]
 
 
 def test_a_kill_that_was_told_with_its_reason_is_not_told_again() -> None:

@@ -21,7 +21,7 @@ from elasticgang.session.connection import ClientConnection, Connection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.frames import FrameBuffer, FrameWriter, body_frame
 from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity
-from elasticgang.session.incidents import Incidents
+from elasticgang.session.incidents import FORGET_S, Incidents
 from elasticgang.session.secret import Secret
 from tests.integration.echo_sessions import (
     DEADLINE_S,
@@ -554,6 +554,25 @@ def test_incidents_are_bounded() -> None:
     assert len(incidents.counts) <= 1025
     assert len(log) <= 1025
     assert sum(incidents.counts.values()) == 5000
+
+
+# INCIDENT-ONCE
+def test_a_coordinator_of_weeks_still_tells_why_it_closes_a_connection() -> None:
+    log: list[str] = []
+    now_s = 0.0
+    incidents = Incidents(log.append, lambda: now_s)
+    for number in range(5000):  # agents that end, and come back with other names
+        now_s += 60.0
+        incidents.note("10.0.0.1", f"agent {number} ends")
+        assert log[-1].endswith(f"agent {number} ends")
+    assert len(incidents.counts) <= 1025
+    told = len(log)
+    for number in range(5000):
+        incidents.note(f"10.1.{number // 256}.{number % 256}", "garbage")
+    assert len(log) <= told + 1025
+    now_s += FORGET_S
+    incidents.note("10.0.0.1", "garbage")
+    assert log[-1].endswith("from 10.0.0.1: garbage")
 
 
 @pytest.mark.parametrize(
