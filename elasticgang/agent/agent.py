@@ -352,8 +352,7 @@ class Agent:
                 self._rendezvous.begin(record, self._lifecycle.agent)
                 self._ranks.send(members, "record", text=record.text)
                 self._rank_events.late.agreed(record.generation, record.committed.step)
-                lost, left = self._control_plane.lost_agents, self._control_plane.left_agents
-                self._changes.agreed(record, self._lifecycle.agent, lost.difference(record.agents), left)
+                self._changes.agreed(record, self._lifecycle.agent, *self._control_plane.take_gone(record.agents))
             case RequestRecord():
                 self._control_plane.request()
                 self._events.write("requested", newest_commit=self._changes.pace.newest)

@@ -18,6 +18,8 @@ CONTROL-7  An agent that has waited for a coordinator for `SILENT_S` while a req
 CONTROL-8  A coordinator that refuses an agent before it has welcomed it, for example because it cannot read its state,
     ends one that starts. One that takes part already waits for a coordinator that leads the job (CONTROL-1): its ranks
     may train on.
+CONTROL-9  Which agents were lost, and which have left, is kept until a record is without them: a job of weeks has
+    thousands of ids.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -436,15 +438,13 @@ class ControlPlane:
         """FACTS-RECENT."""
         return self._successors.any(time.monotonic())
 
-    @property
-    def lost_agents(self) -> set[str]:
-        """Agents that the coordinator has declared lost."""
-        return self._lost_agents
-
-    @property
-    def left_agents(self) -> set[str]:
-        """Agents that have told the coordinator that they end."""
-        return self._left_agents
+    def take_gone(self, agents: Collection[str]) -> tuple[set[str], set[str]]:
+        """CONTROL-9. A record of `agents` is agreed: those that were declared lost, without them, and those that have
+        told the coordinator that they end."""
+        lost, left = self._lost_agents.difference(agents), set(self._left_agents)
+        self._lost_agents.intersection_update(agents)
+        self._left_agents.intersection_update(agents)
+        return lost, left
 
 
 def _seen_from_outside(host: str) -> str:

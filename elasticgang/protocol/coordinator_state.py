@@ -59,12 +59,16 @@ REACHED  While some agents are left out of the newest record, because they and o
          does not before all of these have told it in their sessions whom they reach, such as after its restart.
 SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
          first process that has used it here.
+FORMER   Of an agent that is in neither of the two newest records, and has no session, nothing is kept but its facts
+         (FACTS-ABSENT), whether it has left, promised, was silent, or which process it was: an agent that comes back
+         has another id as a rule, and a job of weeks has thousands. Should it come with its id all the same, it
+         promises again, and brings what it has accepted.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -144,6 +148,10 @@ class Silences:
 
     def forget(self, agent: str) -> None:
         self._heard_s.pop(agent, None)
+
+    def keep(self, agents: Container[str]) -> None:
+        """Forget all others."""
+        self._heard_s = {agent: at_s for agent, at_s in self._heard_s.items() if agent in agents}
 
     def beyond(self, limit_s: float, agents: Iterable[str]) -> list[str]:
         """Those of `agents` that were silent for longer than `limit_s`."""
@@ -620,14 +628,20 @@ class CoordinatorState:
         return out + self._announce([session.agent]) + self._decide()
 
     def _known(self, number: int, decision: Decision) -> Instructions:
-        waiting = self._unlearned.pop(number, None)
+        waiting = self._forget_unlearned(number)
         if waiting is None or decision.ref not in (waiting.decision, waiting.former_decision):
             return [CloseSession(number, "it sends a decision that it was not asked for")]
         out = self._learn(decision)
         return out + self._receive(number, waiting)
 
+    def _forget_unlearned(self, number: int) -> Hello | None:
+        waiting = self._unlearned.pop(number, None)
+        if waiting is not None and self._asked.get(waiting.agent) == number:
+            del self._asked[waiting.agent]
+        return waiting
+
     def _forget_session(self, number: int) -> None:
-        self._unlearned.pop(number, None)
+        self._forget_unlearned(number)
         session = self.sessions.pop(number, None)
         if session is not None:
             del self._session_of[session.agent]
@@ -1112,6 +1126,7 @@ class CoordinatorState:
         self._silences.expect(record.agents)
         self._parents = frozenset() if is_by_directory else self._must_accept(before, record)
         self._before, self._given_up = None if is_by_directory else known, None
+        self._forget_former(before)
         push = Push(decision)
         out: Instructions = []
         for number, session in self.sessions.items():
@@ -1120,6 +1135,17 @@ class CoordinatorState:
                 session.pushed = record.generation
                 out.append(Send(number, push))
         return out + self._welcome_again() + self._announce(self._reports) + self._drop_facts(self._absent_with_facts())
+
+    def _forget_former(self, before: Record | None) -> None:
+        """FORMER. `before`: the record before the newest."""
+        assert self.record is not None
+        present = {*self.record.agents, *(() if before is None else before.agents), *self._session_of}
+        present.update(session.former for session in self.sessions.values())
+        present.update(waiting.agent for waiting in self._unlearned.values())
+        self._promises &= present
+        self._left &= present
+        self._incarnations = {agent: process for agent, process in self._incarnations.items() if agent in present}
+        self._silences.keep(present | self._facts.by_agent.keys())
 
     def _must_accept(self, before: Record | None, record: Record) -> frozenset[str]:
         """ACCEPT."""

@@ -27,6 +27,7 @@ from elasticgang.protocol.coordinator_messages import (
     Goodbye,
     GrantOffice,
     Hello,
+    Notice,
     Notify,
     Term,
     Welcome,
@@ -213,6 +214,25 @@ def test_a_refusal_before_it_is_welcomed_again_ends_no_agent_that_takes_part() -
         plane.begin()
         plane.inform(agent_events.RecordAnswered(Undecided("refused", (("a", "its state is damaged"),))))
         assert handled == []
+
+    asyncio.run(test())
+
+
+# CONTROL-9
+def test_which_agents_have_gone_is_told_once() -> None:
+    async def test() -> None:
+        state = AgentState("a", "127.0.0.1", "job", Restarts(0), num_ranks=1)
+        callbacks: Any = SimpleNamespace(
+            state=state, on_session_renewed=lambda: None, on_facts_changed=lambda: None, log=lambda *_, **__: None
+        )
+        limits = Limits(connect=2.0, reconnect=2.0)
+        plane = ControlPlane(callbacks, "127.0.0.1:1", "job", CREDENTIALS, limits, JOB_TIMEOUTS, Lease.create())
+        plane.begin()
+        plane.inform(Notice("lost", "", ("b", "c")))
+        plane.inform(Notice("left", "", ("d",)))
+        assert plane.take_gone(("a", "c", "d")) == ({"b"}, {"d"})  # the record may be older than the notice
+        assert plane.take_gone(("a",)) == ({"c"}, {"d"})
+        assert plane.take_gone(("a",)) == (set(), set())
 
     asyncio.run(test())
 

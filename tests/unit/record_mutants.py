@@ -217,6 +217,10 @@ RECORD_MUTANTS = {
         ((CoordinatorState, "_hello", _hello_beside_another),),
         test_coordinator_state.test_a_newer_session_closes_the_one_that_has_not_sent_its_decision,
     ),
+    "a coordinator remembers all agents that it has ever had": UnitMutant(
+        ((CoordinatorState, "_forget_former", always(None)),),
+        lambda: test_coordinator_state.test_a_coordinator_of_weeks_keeps_nothing_of_agents_that_have_gone("exit"),
+    ),
     "a job is abandoned without sessions": UnitMutant(
         ((CoordinatorState, "is_abandoned", property(_is_without_sessions)),),
         lambda: test_coordinator_state.test_a_job_is_abandoned_once_every_agent_of_its_record_is_lost(False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -354,6 +355,64 @@ def test_a_second_process_with_an_id_is_refused_and_the_first_may_come_back() ->
         driver.do(m.AgentExited("b"))
     out = driver.hear(52, m.Hello("b", "b", 9))
     assert not any(isinstance(i.message, m.Refused) for i in out if isinstance(i, m.Send))
+
+
+# FORMER
+@pytest.mark.parametrize("how", ["goodbye", "exit", "silence", "another id"])
+def test_a_coordinator_of_weeks_keeps_nothing_of_agents_that_have_gone(how: str) -> None:
+    driver = Driver(granted=True, has_directory=True)
+
+    def decide(*reports: tuple[int, Report]) -> None:
+        for session, each in reports:
+            out = driver.hear(session, m.Ready(each))
+        (persist,) = (each for each in out if isinstance(each, m.Persist))
+        assert persist.decision is not None
+        driver.do(m.Persisted(persist.decision.record.digest))
+        ref = record(driver).ref
+        for session, _ in reports:
+            driver.hear(session, m.Accepted(ref.generation, ref.digest))
+
+    def of_a() -> Report:
+        newest = record(driver)
+        holder = replace(report("a").members[0], tip=newest.committed, holds=(0, 0, 0), entered=newest.generation)
+        return replace(report("a", newest.ref), members=(replace(holder, active=True),))
+
+    a, former = driver.open("a"), ""
+    decide((a, report("a")))
+    sizes = []
+    for number in range(40):
+        guest = f"guest-{number:06}"
+        session = driver.open(guest, former=former, incarnation="guest" if how == "another id" else guest)
+        decide((session, report(guest)), (a, of_a()))
+        assert record(driver).has_agent(guest)
+        if how == "goodbye":
+            driver.hear(session, m.Goodbye("it ends"))
+        driver.do(m.SessionClosed(session))
+        if how == "exit":
+            driver.do(m.AgentExited(guest))
+        if how == "silence":
+            driver.wait_with(a, driver.state.timeouts.lost_after_s + 1)
+        if how == "another id":
+            former = guest
+        else:
+            decide((a, of_a()))
+            assert not record(driver).has_agent(guest)
+        sizes.append(len(pickle.dumps(driver.state)))
+    assert max(sizes[20:]) < sizes[19] + 64  # a record names the last 16 before it
+
+
+# NEWEST
+def test_of_an_agent_that_was_asked_for_its_decision_nothing_stays() -> None:
+    other, _, _ = found()
+    assert other.state.decision is not None
+    ref, driver, sizes = other.state.decision.ref, Driver(), []
+    for number in range(100, 130):
+        agent = f"guest-{number}"
+        driver.hear(number, m.Hello(agent, agent, 1, decision=ref))
+        driver.do(m.SessionClosed(number))
+        sizes.append(len(pickle.dumps(driver.state)))
+    assert driver.state.is_abandoned
+    assert sizes[-1] - sizes[0] < 29 * 16  # which process has used an id
 
 
 # LEASE-2

@@ -102,6 +102,7 @@ RULES = {
     "FENCE": ("a record is delivered without a lease", "an agent is ready beside a record that waits"),
     "FORM-1": ("the order of a form counts",),
     "FORM-2": ("what a rank cannot say differs",),
+    "FORMER": ("a coordinator remembers all agents that it has ever had",),
     "HANG-1": ("a rank that is blocked may hang", "every edge blocks every rank"),
     "HANG-2": ("nobody is blocked in a collective",),
     "HANG-3": ("paused time counts", "the agent's own standstill counts"),
