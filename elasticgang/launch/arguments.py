@@ -453,7 +453,8 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         default=1.0,
         metavar="SECONDS",
         help="time from SIGINT or SIGTERM to this command, which forwards it to the ranks, until it kills them. On "
-        "SIGTERM a rank finishes its step and leaves, if other hosts go on (default: %(default)g)",
+        "SIGTERM a rank finishes its step and leaves; with checkpoints, the last ones save the state before (default: "
+        "%(default)g)",
     )
     run.add_argument(
         "--collective-timeout",

@@ -335,6 +335,7 @@ class QuorumManager:
         how many complete checkpoints are kept.
 
         The state after the last step of `steps` is always saved: the loop ends once that is on the disk, or has failed.
+        So is the state with which the last ranks that hold some part of it leave, after SIGTERM or `leave`.
 
         A job that is started again goes on at the newest valid checkpoint, with any number of ranks, any division of
         DTensors, and any stages whose tensors have the names of the whole model (see `build`). A save that fails costs

@@ -11,7 +11,7 @@ LIFE-3  A restart waits until a survivor has entered the next generation, `ENTER
         for the delay of the agent state.
 LIFE-4  The agent kills a retired member that has not exited after `RETIRE_TIMEOUT_S`, at once if it never requested a
         record; and a member whose script has raised and that has not exited after `EXIT_TIMEOUT_S`.
-LIFE-5  The first SIGTERM drains, if other agents go on. Another signal, or a second one, stops the ranks. The agent
+LIFE-5  The first SIGTERM drains, once there is a record. Another signal, or a second one, stops the ranks. The agent
         exits `grace_period_s` after the first signal at the latest.
 LIFE-6  When the lease expires, the agent kills all ranks and decides nothing else until every one has exited and no
         fork is under way. Then it rejoins under a new id; its `Hello` says that the old one has ended.
@@ -399,7 +399,7 @@ class AgentLifecycle:
     def _signalled(self, number: int) -> list[AgentInstruction]:
         """LIFE-5."""
         is_serving = self._phase is _Phase.SERVING
-        drains = number == signal.SIGTERM and not self._signal and is_serving and self.state.is_awaited()
+        drains = number == signal.SIGTERM and not self._signal and is_serving and self.state.record is not None
         how = f"exits on {signal.Signals(number).name}"
         done: list[AgentInstruction] = [] if drains else [*self._notify_over(how), StopHelpers()]
         if is_serving and not drains:

@@ -49,6 +49,8 @@ MANAGER-20  With `--compare-state`, a boundary is passed, also by a rank that le
 MANAGER-21  A rank whose heals get no further ends with an error once they have taken `MAX_STUCK_S` together: the others
     wait for it in each step. Those that fail in less than `LATE_S`, or have no turn (FETCH-12), do not count. Nor does
     what comes again because a step has changed it: a heal gets further if more of one state is here than ever before.
+MANAGER-22  With durable checkpoints, the ranks save the state as MANAGER-12 says also at a boundary at which all that
+    hold some part of it leave. If the generation ends meanwhile, those that leave do not wait any more.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class Next(enum.Enum):
 
     LOAD = "it loads a durable checkpoint, or the state of another layout"
     STEP = "it takes the next step"
-    SAVE = "it saves the final state"
+    SAVE = "it saves the state, which is final or about to be lost"
     REGROUP = "it requests the next generation"
     LEAVE = "it leaves the loop over steps"
     GIVE_UP = "it has lost too many steps in a row"
@@ -140,7 +142,8 @@ class MemberLifecycle:
         self._regroups = True
         self.has_seat = False
         self._may_leave = False
-        self._has_saved = False
+        self._has_saved = False  # the state of this boundary
+        self._loses_part = False  # the ranks that leave at this boundary take a part of the state along
         self._has_stayed = False
         self._announced = 0  # the generation whose first commit the agent was sent
 
@@ -158,6 +161,8 @@ class MemberLifecycle:
 
     def at_boundary(self, num_steps: int) -> Next:
         state = self.state
+        if self._saves_before_loss and not self._is_over:
+            return Next.SAVE
         if self._is_leaving:
             return Next.LEAVE
         if self._loads and not self._is_over:
@@ -171,6 +176,11 @@ class MemberLifecycle:
         if is_done or self._regroups or self._is_over:  # done without state: the job ends without this rank
             return Next.REGROUP
         return Next.SAVE if is_last else Next.STEP
+
+    @property
+    def _saves_before_loss(self) -> bool:
+        """MANAGER-22."""
+        return self._loses_part and self.saves_last and not self._has_saved
 
     @property
     def _gives_up(self) -> bool:
@@ -225,7 +235,7 @@ class MemberLifecycle:
         """
         yield from self._end_left_step()
         if self.has_seat and not (self._is_over or self._loads or self._is_past_end(num_steps)):  # MANAGER-20
-            yield from self.comparison.compare(num_steps)
+            yield from self.comparison.compare(num_steps, saves=self._saves_before_loss)
             self._num_lost += self._is_over
         state, what = self.state, self.at_boundary(num_steps)
         self._num_steps = num_steps
@@ -331,6 +341,7 @@ class MemberLifecycle:
         if self._step is not None:
             raise InvalidOperationError(f"step {self._step.attempt.step - 1} is still under way")
         self._step = _Step(state.attempt(), state.share() is not None)
+        self._has_saved = False
         state.begin()
         yield do.ServeState(state.committed.step, state.tip)
 
@@ -509,7 +520,7 @@ class MemberLifecycle:
             yield do.Poison(PeerLostError(str(error)))
             raise
         self._regroups = self._regroups or outcome.regroups
-        self._may_leave = outcome.leaves
+        self._may_leave, self._loses_part = outcome.leaves, outcome.loses_part
         if seen.draining and not outcome.leaves and not self._has_stayed:
             self._has_stayed = True
             yield Do.WARN_STAYS
@@ -543,6 +554,7 @@ class MemberLifecycle:
         """
         state, error = self.state, self.observed.error
         self._regroups = True  # until it has entered
+        self._loses_part = False
         yield Do.LEAVE_GENERATION  # MANAGER-9
         if self._num_quick >= _NUM_AT_ONCE:  # MANAGER-17
             delay_s = min(2.0 ** (self._num_quick - _NUM_AT_ONCE), MAX_DELAY_S)

@@ -46,11 +46,13 @@ class Share:
 @dataclass(frozen=True)
 class VoteOutcome:
     """The result of a vote. `passed`: the attempt is committed. `regroups`: all members request the next generation at
-    the next boundary, because a rank joins, leaves, or is replaced by a spare. `leaves`: this rank leaves then."""
+    the next boundary, because a rank joins, leaves, or is replaced by a spare. `leaves`: this rank leaves then.
+    `loses_part`: all that hold some part of the state leave then."""
 
     passed: bool
     regroups: bool
     leaves: bool
+    loses_part: bool = False
 
 
 class ActiveMembers:
@@ -238,7 +240,8 @@ class MemberState:
         stay = [part for part in going if part not in leaving]
         awaited = any(self._is_awaited_by_absent(part, going[part]) for part in stay)
         awaited = awaited or self._have_spares_kept()
-        return VoteOutcome(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving) or awaited, leaves)
+        regroups = joins > 0.0 or learners_going > 0.0 or bool(leaving) or awaited
+        return VoteOutcome(passed, regroups, leaves, any(going[part] == self._num_active(part) for part in leaving))
 
     def _have_spares_kept(self) -> bool:
         """MEMBER-7: whether spares keep state that everybody has fetched, now that everybody votes."""
@@ -248,9 +251,11 @@ class MemberState:
     def _may_leave(self, part: tuple[int, int, int], num_going: int, is_wanted: bool) -> bool:
         """Whether the draining active members of `part` may leave (MEMBER-6). `is_wanted`: a rank without a seat needs
         their state."""
-        there = self._seats.of_part(part)
-        num_active = sum(seat.member in self.active for seat in there)
-        return num_going < num_active or not (is_wanted or num_active < len(there) or self._is_new(part, num_going))
+        num_active, num_there = self._num_active(part), len(self._seats.of_part(part))
+        return num_going < num_active or not (is_wanted or num_active < num_there or self._is_new(part, num_going))
+
+    def _num_active(self, part: tuple[int, int, int]) -> int:
+        return sum(seat.member in self.active for seat in self._seats.of_part(part))
 
     def _is_awaited_by_absent(self, part: tuple[int, int, int], num_going: int) -> bool:
         """Whether spares, or another layout, may relieve `num_going` draining members of `part` that must stay, of whom

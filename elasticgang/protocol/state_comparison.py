@@ -113,8 +113,9 @@ class StateComparison:
         """This rank has loaded its state from a checkpoint, or from ranks with another layout."""
         self._alike = 0, frozenset()
 
-    def compare(self, num_steps: int) -> Routine[None]:
+    def compare(self, num_steps: int, *, saves: bool = False) -> Routine[None]:
         """Compare the state, if that is due and not done. Nothing has passed if the generation ends meanwhile.
+        `saves`: the state is saved at this boundary, which is known without IS_SAVE_DUE.
 
         Raises:
             DamagedStateError: COMPARE-5.
@@ -122,7 +123,7 @@ class StateComparison:
         state, step = self._state, self._state.committed.step
         if self.has_passed:
             return
-        if step < num_steps and step % self.every and not (yield Do.IS_SAVE_DUE):  # COMPARE-1
+        if step < num_steps and step % self.every and not (saves or (yield Do.IS_SAVE_DUE)):  # COMPARE-1
             return
         parts = state.comparing()
         if any(len(part) > 1 for part in parts):

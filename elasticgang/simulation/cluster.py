@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from elasticgang.layout import ParallelLayout
+from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import Notice
 from elasticgang.protocol.record import Record
 from elasticgang.simulation import delivery, fact_checks, host_moves, host_session, promises, rank_moves
@@ -51,7 +52,7 @@ class Setting:
     """The job at its start. `hosts`: the number of ranks of each; of these, on each host, `num_spares` are asked for as
     spares. `has_directory`: the first coordinator has a state directory.
     `keeps`: the ranks keep the gradients of slots.
-    `saves_last`: the job has durable checkpoints, of which only the last save is simulated."""
+    `saves_last`: the job has durable checkpoints, of which only the saves before an end are simulated."""
 
     layout: ParallelLayout
     hosts: tuple[int, ...]
@@ -90,7 +91,7 @@ class Cluster:
         self.given_up = ""
         self._held_when_lost: set[Rank] = set()  # when a coordinator last said that the state is lost
         self.finished = False
-        self.has_saved_last = False
+        self.saved: set[Attempt] = set()  # at the end, or where a part of the state was about to be lost
         self.log: list[str] = []
         self.num_dead_hosts = self.num_only_healed = self.num_sessions = self.num_exited = 0
         self.chain = Chain(self)

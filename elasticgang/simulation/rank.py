@@ -282,13 +282,13 @@ class Rank:
                 return self.has_forward
             case do.StartSum(gang, values):
                 self._start_sum(gang, values)
-                if self.saves and self.generation is not None:  # all have written their shares
-                    cluster.has_saved_last |= self.generation.last_save(self.round).is_complete
+                if self.saves and self.generation is not None and self.generation.last_save(self.round).is_complete:
+                    cluster.saved.add(self.member_state.committed)  # all have written their shares
             case Do.SAVE_LAST:
                 self.round, self.saves = self.round + 1, True
-                return not cluster.has_saved_last, False
+                return self.member_state.committed not in cluster.saved, False
             case Do.IS_SAVED:
-                return cluster.has_saved_last
+                return self.member_state.committed in cluster.saved
             case Do.AWAIT_SUMS:  # of the totals
                 assert self.generation is not None
                 return self.generation.totals(self.round).read(self.name)

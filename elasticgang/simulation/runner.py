@@ -104,7 +104,7 @@ def _happened(cluster: Cluster) -> set[str]:
         "agent lost": any(record.dead_agents for record in records),
         "more than three coordinators": len(cluster.coordinators) > 3,
         "state directory": cluster.disk is not None,
-        "saved at the end": cluster.has_saved_last,
+        "saved at the end": bool(cluster.saved),
         "forgotten": cluster.chain.num_forgotten > 0,
     }
     return cluster.seen | {name for name, did in happened.items() if did}

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +39,7 @@ def job(
     every: str = str(EVERY),
     max_file_bytes: str = "",
     apart: str = "",
+    options: Sequence[str] = (),
     die_in_last: str = "",
     location: str = "",
     await_saves: str = "",
@@ -54,7 +55,7 @@ def job(
         str(steps),
         every,
         ranks=ranks,
-        options=["--checkpoint-dir", location or str(directory / "checkpoints")],
+        options=["--checkpoint-dir", location or str(directory / "checkpoints"), *options],
         env={
             "WIDTH": width,
             "MAX_FILE_BYTES": max_file_bytes,
@@ -137,6 +138,27 @@ def test_a_job_that_was_killed_whole_goes_on_at_its_checkpoint_with_other_ranks(
     with job(tmp_path, "fourth", 1, width=width) as running:  # there is nothing left to do
         assert running.wait() == 0, running.stderr
     assert results(tmp_path) == {alone(STEPS, width)}
+
+
+# MANAGER-22, LIFE-5
+def test_sigterm_loses_no_step_of_a_job_with_checkpoints(tmp_path: Path) -> None:
+    """As that of a batch system whose time limit is reached. The job goes on with other ranks."""
+    held_in = EVERY + 5
+    (tmp_path / "hold").write_text(str(held_in))
+    with job(tmp_path, "first", 3, options=["--grace-period", "60"]) as running:
+        wait_until(lambda: newest(tmp_path) == EVERY, "a checkpoint")
+        running.process.send_signal(signal.SIGTERM)
+        running.expect("signal")
+        (tmp_path / "hold").unlink()
+        assert running.wait() == 128 + signal.SIGTERM, running.stderr
+    assert results(tmp_path) == set()
+    committed = max(int(step) for path in tmp_path.glob("steps-*") for step in path.read_text().split()) + 1
+    assert newest(tmp_path) == committed
+    assert committed > held_in
+    with job(tmp_path, "second", 2) as running:
+        assert running.wait() == 0, running.stderr
+        assert f"; continues at the checkpoint of step {committed}; " in running.stderr
+    assert results(tmp_path) == {alone(STEPS, "64")}
 
 
 def test_a_job_that_was_killed_whole_goes_on_at_the_checkpoint_of_a_url_with_other_ranks(tmp_path: Path) -> None:

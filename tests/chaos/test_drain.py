@@ -357,11 +357,23 @@ def test_a_child_that_gets_sigterm_as_it_is_forked_ends_and_its_rank_is_restarte
 
 
 def test_the_end_of_the_job_is_no_drain(tmp_path: Path) -> None:
-    """SIGTERM to the agent ends the ranks where they are."""
+    """SIGINT to the agent ends the ranks where they are."""
     body = 'time.sleep(0.05); (here / f"at-{rank}").write_text("1\\n")'
     options = ["--grace-period", "60"]  # a rank that is slow to die is not killed
     with Job(tmp_path, training(tmp_path, steps=100_000, body=body), ranks=2, options=options) as job:
         job.expect_file(tmp_path / "at-0")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 128 + signal.SIGINT
+        assert {e["status"] for e in job.events() if e["event"] == "exited"} == {-signal.SIGINT}
+
+
+# LIFE-5
+def test_sigterm_lets_the_ranks_of_the_only_agent_finish_their_step(tmp_path: Path) -> None:
+    body = 'time.sleep(0.05); (here / f"at-{rank}").write_text("1\\n")'
+    options = ["--grace-period", "60"]
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=body), ranks=2, options=options) as job:
+        job.expect_file(tmp_path / "at-0")
         job.process.terminate()
         assert job.wait() == 128 + signal.SIGTERM
-        assert {e["status"] for e in job.events() if e["event"] == "exited"} == {-signal.SIGTERM}
+        assert "all ranks have left; the last committed step is" in job.stderr
+        assert {e["status"] for e in job.events() if e["event"] == "exited"} == {0}

@@ -193,6 +193,10 @@ MEMBER_MUTANTS = {
         ((MemberLifecycle, "_save_last", _saves_blindly),),
         test_member_checkpoints.test_a_rank_leaves_that_finds_the_final_state_saved_when_its_generation_ends,
     ),
+    "the last holders leave without a save": UnitMutant(
+        ((MemberLifecycle, "_saves_before_loss", property(always(False))),),
+        test_member_checkpoints.test_the_state_is_saved_before_the_last_that_hold_it_leave,
+    ),
     "a job begins without its checkpoint": UnitMutant(
         ((recovery, "newest_checkpoint", always(None)),),
         test_recovery.test_a_job_begins_with_the_newest_checkpoint_that_an_agent_can_load,

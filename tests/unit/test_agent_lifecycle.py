@@ -345,8 +345,9 @@ def test_a_member_whose_script_raised_is_killed_when_it_does_not_exit() -> None:
 # -- LIFE-5: signals
 
 
-def test_the_first_sigterm_drains_while_other_agents_go_on() -> None:
-    host = running("b0")
+@pytest.mark.parametrize("others", [["b0"], []])
+def test_the_first_sigterm_drains_whether_or_not_other_agents_go_on(others: list[str]) -> None:
+    host = running(*others)
     assert host.gets(signal.SIGTERM) == [SignalRanks(("a0", "a1"), signal.SIGTERM, drains=True)]
     host(MemberLeft("a0", finished=False, in_order=True))
     assert host.exits("a0", 0, draining=True) == []
@@ -364,12 +365,11 @@ def test_a_draining_agent_starts_no_rank_and_ends_one_whose_fork_is_under_way() 
     assert host.exits("a0'", -signal.SIGTERM)[-1] == Exit(128 + signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_ranks_when_no_other_agent_goes_on(number: int) -> None:
+def test_sigint_ends_the_ranks() -> None:
     host = running()
-    assert host.gets(number) == [StopHelpers(), SignalRanks(("a0", "a1"), number, drains=False)]
+    assert host.gets(signal.SIGINT) == [StopHelpers(), SignalRanks(("a0", "a1"), signal.SIGINT, drains=False)]
     assert host.exits("a0") == []
-    assert host.exits("a1") == [StopHelpers(), Exit(128 + number)]
+    assert host.exits("a1") == [StopHelpers(), Exit(128 + signal.SIGINT)]
 
 
 def test_sigint_and_a_second_sigterm_end_the_ranks_and_notify_the_others() -> None:

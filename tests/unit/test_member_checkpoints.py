@@ -17,6 +17,7 @@ from tests.unit.test_member_lifecycle import (
     LOST,
     NUM_STEPS,
     Driver,
+    active,
     record,
 )
 
@@ -136,6 +137,51 @@ def test_a_rank_without_state_takes_part_in_the_rounds_and_is_retired() -> None:
     outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS root": [0.0, 0.0]}
     assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
+
+
+def voted(*, draining: bool, num_going: int) -> Driver:
+    """At the boundary after the first step, with checkpoints: so many of the two ranks drain."""
+    driver = active()
+    driver.lifecycle.saves_last = True
+    driver.lifecycle.observed = Observed(draining=draining)
+    assert driver.step({"AWAIT_SUMS control": [0.0, 0, 0, 2, 2, 2, 0, num_going]})
+    return driver
+
+
+# MANAGER-22
+def test_the_state_is_saved_before_the_last_that_hold_it_leave() -> None:
+    driver = voted(draining=True, num_going=2)
+    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS root": [0.0, 0.0]}
+    assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
+    assert driver.names == ["SAVE_LAST", "StartSum", "AWAIT_SUMS"]
+    assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS)) is Next.LEAVE
+    one_goes = voted(draining=True, num_going=1)
+    assert one_goes.lifecycle.at_boundary(NUM_STEPS) is Next.LEAVE
+
+
+# MANAGER-22
+@pytest.mark.parametrize("draining", [True, False])
+def test_a_death_during_that_save_is_waited_for_by_nobody_that_leaves(draining: bool) -> None:
+    driver = voted(draining=draining, num_going=2)
+    lifecycle = driver.lifecycle
+    outcomes = {"SAVE_LAST": (True, False), "AWAIT_SUMS root": LOST, "IS_SAVED": False}
+    assert driver.run(lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
+    lifecycle.observed = Observed(LOST, draining=draining)
+    assert lifecycle.at_boundary(NUM_STEPS) is (Next.LEAVE if draining else Next.REGROUP)
+    if not draining:
+        driver.enter(record(ACTIVE, 2, Attempt(1, 1)))
+        assert lifecycle.at_boundary(NUM_STEPS) is Next.STEP
+
+
+# MANAGER-22
+def test_who_stays_saves_the_final_state_too() -> None:
+    driver = voted(draining=False, num_going=2)
+    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS root": [0.0, 0.0]}
+    assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
+    assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
+    driver.enter(record(ACTIVE, 2, Attempt(1, 1)))
+    assert driver.step()
+    assert driver.lifecycle.at_boundary(2) is Next.SAVE
 
 
 # MANAGER-11

@@ -96,7 +96,9 @@ def test_it_stays_while_somebody_waits_to_join_and_all_come_to_the_next_generati
 @pytest.mark.parametrize("others", [{}, {"a1": ACTIVE}])
 def test_when_all_go_and_nobody_heals_all_leave(others: dict[str, str]) -> None:
     members = {"a0": ACTIVE, **others}
-    assert leaving(vote(ledgers(members), going=members)) == set(members)
+    counts = vote(ledgers(members), going=members)
+    assert leaving(counts) == set(members)
+    assert all(count.loses_part for count in counts.values())
 
 
 def test_a_learner_that_goes_leaves_at_once_and_is_no_heir() -> None:
@@ -110,8 +112,19 @@ def test_a_learner_that_goes_leaves_at_once_and_is_no_heir() -> None:
 def test_a_part_of_the_model_is_waited_for_by_those_who_hold_it_alone() -> None:
     job = ledgers({"a0": ACTIVE, "a1": ACTIVE, "b0": ACTIVE, "b1": LEARNER}, PAIRS)
     assert job["a0"].holds == job["b0"].holds
-    assert leaving(vote(job, going=["a0", "a1"])) == {"a0"}
+    counts = vote(job, going=["a0", "a1"])
+    assert leaving(counts) == {"a0"}
+    assert not any(count.loses_part for count in counts.values())
     assert leaving(vote(job, going=["a1"], healed=["b1"])) == {"a1"}
+
+
+# MANAGER-22
+def test_all_know_when_the_last_that_hold_a_part_leave() -> None:
+    job = ledgers({"a0": ACTIVE, "a1": ACTIVE}, PAIRS)
+    counts = vote(job, going=["a1"])
+    assert leaving(counts) == {"a1"}
+    assert {count.loses_part for count in counts.values()} == {True}
+    assert not any(count.loses_part for count in vote(job).values())
 
 
 def test_it_stays_for_heirs_whoever_has_heard_of_them_and_no_longer() -> None:

@@ -173,6 +173,7 @@ RULES = {
     "MANAGER-19": ("a script goes on in the generation in which an exception has left a step",),
     "MANAGER-20": ("a rank leaves before it has compared",),
     "MANAGER-21": ("a rank whose heals get no further tries again for ever",),
+    "MANAGER-22": ("the last holders leave without a save",),
     "MEMBER-1": ("a torn state is whole",),
     "MEMBER-2": ("a failed vote drops what is prepared", "what is pending stays so"),
     "MEMBER-3": ("a torn state has a share",),
