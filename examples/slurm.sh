@@ -8,14 +8,27 @@
 #SBATCH --no-kill                       # when a node fails, the others go on
 #SBATCH --requeue --open-mode=append
 
+run_agent() {  # on each node. Slurm signals this shell alone
+    trap 'kill -TERM $agent' TERM
+    while
+        elasticgang run "$@" & agent=$!
+        while kill -0 $agent 2>/dev/null; do wait $agent; code=$?; done
+        [ $code = 137 ]  # the agent was killed, and is started again
+    do :; done
+    has_first=$(squeue --noheader --jobs="$SLURM_JOB_ID" --nodelist="$first")
+    [ "$has_first" ] || scontrol requeue "$SLURM_JOB_ID"  # the node of the batch script and the coordinator has failed
+    exit $code
+}
+
 export ELASTICGANG_SECRET_FILE="$PWD/.secret-$SLURM_JOB_ID"
 (umask 077 && head -c 32 /dev/urandom | base64 >"$ELASTICGANG_SECRET_FILE")
-port=$((20000 + SLURM_JOB_ID % 10000))
+first=$SLURMD_NODENAME port=$((20000 + SLURM_JOB_ID % 10000))
 trap : TERM  # this shell, and with it the coordinator, outlives the agents
 elasticgang coordinator --host 0.0.0.0 --port $port &
-srun --no-kill --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    elasticgang run --nnodes 2:3 --nproc-per-node 2 --job-id "$SLURM_JOB_ID" \
-    --coordinator "$(hostname):$port" --connect-timeout 60 --grace-period 100 \
+export first; export -f run_agent
+srun --no-kill --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c 'run_agent "$@"' - \
+    --nnodes 2:3 --nproc-per-node 2 --coordinator "$first:$port" --job-id "$SLURM_JOB_ID" \
+    --connect-timeout 60 --coordinator-timeout 600 --grace-period 100 \
     --checkpoint-dir "checkpoints/$SLURM_JOB_ID" "$@"
 code=$?
 rm "$ELASTICGANG_SECRET_FILE"

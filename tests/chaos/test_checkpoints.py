@@ -143,10 +143,10 @@ def test_a_job_that_was_killed_whole_goes_on_at_its_checkpoint_with_other_ranks(
 # MANAGER-22, LIFE-5
 def test_sigterm_loses_no_step_of_a_job_with_checkpoints(tmp_path: Path) -> None:
     """As that of a batch system whose time limit is reached. The job goes on with other ranks."""
-    held_in = EVERY + 5
-    (tmp_path / "hold").write_text(str(held_in))
-    with job(tmp_path, "first", 3, options=["--grace-period", "60"]) as running:
-        wait_until(lambda: newest(tmp_path) == EVERY, "a checkpoint")
+    steps, every = 1000, 50  # the job does not end before its ranks get the signal
+    (tmp_path / "hold").write_text(str(every + 5))
+    with job(tmp_path, "first", 3, steps=steps, every=str(every), options=["--grace-period", "60"]) as running:
+        wait_until(lambda: newest(tmp_path) == every, "a checkpoint")
         running.process.send_signal(signal.SIGTERM)
         running.expect("signal")
         (tmp_path / "hold").unlink()
@@ -154,11 +154,11 @@ def test_sigterm_loses_no_step_of_a_job_with_checkpoints(tmp_path: Path) -> None
     assert results(tmp_path) == set()
     committed = max(int(step) for path in tmp_path.glob("steps-*") for step in path.read_text().split()) + 1
     assert newest(tmp_path) == committed
-    assert committed > held_in
-    with job(tmp_path, "second", 2) as running:
+    assert committed > every
+    with job(tmp_path, "second", 2, steps=steps, every=str(every)) as running:
         assert running.wait() == 0, running.stderr
         assert f"; continues at the checkpoint of step {committed}; " in running.stderr
-    assert results(tmp_path) == {alone(STEPS, "64")}
+    assert results(tmp_path) == {alone(steps, "64")}
 
 
 def test_a_job_that_was_killed_whole_goes_on_at_the_checkpoint_of_a_url_with_other_ranks(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -106,6 +108,25 @@ def test_a_divided_model_goes_on_from_its_checkpoint(
         assert "loaded the checkpoint" in running.stderr
     check(tmp_path, second[0])
     check_export(tmp_path)
+
+
+# MANAGER-22
+def test_a_part_of_the_model_is_saved_before_the_only_rank_that_has_it_leaves(tmp_path: Path) -> None:
+    """The other rank, which stays, writes its part too."""
+    (tmp_path / "hold").write_text(str(EVERY + 5))
+    with job(tmp_path, "first", 2, 2) as running:
+        wait_until(lambda: newest(tmp_path) == EVERY, "a checkpoint")
+        os.kill(running.rank_pid(0), signal.SIGTERM)
+        (tmp_path / "hold").unlink()
+        running.expect("exited", local_rank=0, status=0)
+        saved = newest(tmp_path)
+        assert saved > EVERY
+        assert sorted(losses(tmp_path)) == list(range(saved))
+        assert running.wait() == 1, running.stderr  # the layout needs both
+    with job(tmp_path, "second", 2, 2) as running:
+        assert running.wait() == 0, running.stderr
+        assert f"; continues at the checkpoint of step {saved}; " in running.stderr
+    check(tmp_path, 2)
 
 
 def check_export(directory: Path) -> None:

@@ -12,10 +12,11 @@ TEXT = (REPOSITORY / "examples" / "slurm.sh").read_text().replace("\\\n", " ")
 
 
 def arguments_of(command: str) -> list[str]:
-    """Those of the line that has `elasticgang COMMAND`, with the script of the user and its arguments in place of "$@",
-    and a number for each variable."""
-    (line,) = re.findall(rf"elasticgang ({command} .*)", TEXT)
-    return shlex.split(re.sub(r"\$\w+", "7", line.replace('"$@"', "train.py --steps 7").removesuffix(" &")))
+    """Those of `elasticgang COMMAND`, with the script of the user and its arguments in place of "$@", and a number for
+    each variable."""
+    pattern = {"run": r"(?<=run_agent \"\$@\"' - ).*", "coordinator": "(?<=elasticgang coordinator ).*(?= &)"}[command]
+    (found,) = re.findall(pattern, TEXT)
+    return [command, *shlex.split(re.sub(r"\$\w+", "7", found.replace('"$@"', "train.py --steps 7")))]
 
 
 def test_the_commands_take_its_options() -> None:
