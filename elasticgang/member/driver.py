@@ -55,6 +55,7 @@ from elasticgang.protocol.member_instructions import Do, Instruction
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.record import FormerState, Seat
 from elasticgang.protocol.sample_positions import NAME, BatchShape, SamplePositions
+from elasticgang.protocol.shortened import shortened
 from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
@@ -589,10 +590,9 @@ class MemberDriver:
         if state.first_of_part():
             return
         log.warning(
-            "%s%s did not require gradients in the state that was loaded, but in each step since. If they are to stay "
+            "%s did not require gradients in the state that was loaded, but in each step since. If they are to stay "
             "frozen, freeze them by `if step.index >= N:`, because step N is not run again",
-            names[0],
-            f" ({len(names) - 1} more)" if len(names) > 1 else "",
+            shortened(names, 1),
         )
 
 

@@ -17,6 +17,7 @@ from elasticgang.collectives.description import Description
 from elasticgang.collectives.table import TABLE
 from elasticgang.layout import RUNTIME_GANGS
 from elasticgang.process.status_page import MAX_NAME_BYTES, CommBlock, key_of
+from elasticgang.protocol.shortened import shortened
 
 _MAX_NAMED = 3
 _KINDS = False, True
@@ -48,10 +49,9 @@ def stopped_at(
         of_group = [each for each in described[group] if not each.has_ended]
         found += [f"{each} of gang {group[:MAX_NAME_BYTES]}" for each in of_group[:1]]
     found = list(dict.fromkeys(found))  # a sum over several hosts counts twice
-    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
     received, total = healing
     elsewhere = f"while it healed ({received:,} of {total:,} bytes)" if received < total else "in no collective"
-    what = f"in {', '.join(found[:_MAX_NAMED])}{more}" if found else elsewhere
+    what = f"in {shortened(found, _MAX_NAMED)}" if found else elsewhere
     line = script_line()
     return f"{what}, at {line}" if line else what
 

@@ -97,6 +97,7 @@ from elasticgang.protocol.record import (
     Unrecoverable,
 )
 from elasticgang.protocol.restarts import Failure, Restarts
+from elasticgang.protocol.shortened import shortened
 
 _MAX_BACKOFF_S = 10.0
 _FREE_DEATHS = 5
@@ -471,9 +472,7 @@ class AgentState:
     def _hosts(self, unreached: Mapping[str, str]) -> str:
         addresses = self._addresses()
         hosts = sorted((addresses[agent].rpartition(":")[0] or agent, why) for agent, why in unreached.items())
-        named = [f"{host} ({why})" for host, why in hosts[:_MAX_NAMED]]
-        num_more = len(hosts) - len(named)
-        return ", ".join(named) + (f" and {num_more} more" if num_more else "")
+        return shortened([f"{host} ({why})" for host, why in hosts], _MAX_NAMED)
 
     def _request_if_ready(self) -> list[Instruction]:
         return [RequestRecord()] if self.may_request() else []

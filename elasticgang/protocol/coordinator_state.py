@@ -115,6 +115,7 @@ from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import NO_FACTS, AgentFacts, GatheredFacts, JobFacts
 from elasticgang.protocol.next_record import mismatch, next_record
 from elasticgang.protocol.record import NO_RECORD, SPARE, Record, RecordRef, Report, Undecided, Unrecoverable
+from elasticgang.protocol.shortened import shortened
 
 Instructions: TypeAlias = "list[CoordinatorInstruction]"
 
@@ -451,9 +452,9 @@ class CoordinatorState:
         reports = self.reports()
         hosts = dict(zip(record.agents, (a.rpartition(":")[0] for a in record.addresses), strict=False))
         missing = [agent for agent in record.agents if agent not in reports and agent not in self.lost]
-        named = [f"{agent} (at {hosts[agent]})" if hosts.get(agent) else agent for agent in missing[:_MAX_NAMED]]
-        num_more = len(missing) - len(named)
-        return ", ".join(named) + (f" and {num_more} more" if num_more else "")
+        return shortened(
+            [f"{agent} (at {hosts[agent]})" if hosts.get(agent) else agent for agent in missing], _MAX_NAMED
+        )
 
     def _tell(self, notice: Notice) -> Instructions:
         """In each session once."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elasticgang.layout import ParallelLayout
+from elasticgang.protocol.shortened import shortened
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def left_out(coverage: Coverage | None, layout: ParallelLayout, sums: Sequence[f
     absent = [number for number, num_ranks in enumerate(sums) if not num_ranks]
     if not absent:
         return None
-    named = f"{len(absent)} of {len(sums)} names" if coverage is None else coverage.names[absent[0]]
-    more = f", and {len(absent) - 1} more" if coverage is not None and len(absent) > 1 else ""
-    return f"no stage of the layout ({layout.sizes}) has {named}{more}, which the state has that was loaded"
+    named = f"{len(absent)} of {len(sums)} names"
+    if coverage is not None:
+        named = shortened([coverage.names[number] for number in absent], 1)
+    return f"no stage of the layout ({layout.sizes}) has {named}, which the state has that was loaded"

@@ -29,6 +29,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import Do, Instruction
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import Record
+from elasticgang.protocol.shortened import shortened
 
 _NUM_SHOWN = 8  # ranks, in a message
 _NUM_EACH = 2  # numbers of a rank in the first sum
@@ -196,7 +197,5 @@ class StateComparison:
 
 def _in_words(members: Sequence[str], record: Record) -> str:
     """With the numbers that ranks have on their hosts, as elsewhere."""
-    seats = [seat for seat in map(record.seat, members[:_NUM_SHOWN]) if seat is not None]
-    names = [f"rank {seat.local_rank} on {seat.host}" for seat in seats]
-    num_more = len(members) - len(names)
-    return ", ".join([*names, f"{num_more} more"] if num_more else names)
+    seats = [seat for seat in map(record.seat, members) if seat is not None]
+    return shortened([f"rank {seat.local_rank} on {seat.host}" for seat in seats], _NUM_SHOWN)

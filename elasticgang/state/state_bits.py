@@ -20,6 +20,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from elasticgang.protocol.shortened import shortened
 from elasticgang.state import staging
 from elasticgang.state.serialization import as_bytes
 
@@ -51,9 +52,7 @@ def digest(large: dict[str, Any], beat: Callable[[], object]) -> tuple[list[str]
 
 def in_words(names: Sequence[str], numbers: Sequence[int]) -> str:
     """`'weight' of 'model' and 2 more`. Empty: they are none of `names`."""
-    known = [names[number] for number in numbers if number < len(names)]
-    more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
-    return f"{known[0]}{more}" if known else ""
+    return shortened([names[number] for number in numbers if number < len(names)], 1)
 
 
 def _tensors(large: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

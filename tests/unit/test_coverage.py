@@ -36,7 +36,7 @@ def test_stages_that_have_all_names_are_accepted() -> None:
 def test_a_name_that_no_stage_has_is_found_by_every_rank() -> None:
     rest = "which the state has that was loaded"
     assert judged([(0, "a"), (1, "c")]) == [f"no stage of the layout (pp=2) has b, {rest}"] * 2
-    assert judged([(0, "a"), (1, "")]) == [f"no stage of the layout (pp=2) has b, and 1 more, {rest}"] * 2
+    assert judged([(0, "a"), (1, "")]) == [f"no stage of the layout (pp=2) has b and 1 more, {rest}"] * 2
     assert judged([(0, "a"), (0, None), (1, "c")])[1] == f"no stage of the layout (pp=2) has 1 of 3 names, {rest}"
 
 

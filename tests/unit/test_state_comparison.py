@@ -348,7 +348,7 @@ def test_of_many_ranks_some_are_named() -> None:
     for number in range(9):
         ranks.digests[f"a{number}"] = OTHER
     ranks.boundary()
-    ends = [f"rank 7 on {host}, 1 more" for host in "ab"]
+    ends = [f"rank 7 on {host} and 1 more" for host in "ab"]
     assert re.search(
         f"those of rank 0 on a, .*{ends[0]} and of rank 0 on b, .*{ends[1]} differ", ranks.told("a0")[0].text
     )
