@@ -69,8 +69,8 @@ TORCH_OPERATIONS: dict[Any, Any] = {
 @dataclass(frozen=True)
 class Kind:
     """One row. `compose`: the equivalent basic collective (TABLE-2). `reduces`: it computes with the elements, so the
-    dtype matters. `is_in_place`: the outputs are the inputs. `is_message`: between two ranks. `grace_s`: additional
-    seconds to wait after its timeout.
+    dtype matters; without it, `issue` gets every tensor as uint8 in the comm process. `is_in_place`: the outputs are
+    the inputs. `is_message`: between two ranks. `grace_s`: additional seconds to wait after its timeout.
     """
 
     issue: Callable[[Any, Collective], Issued]
