@@ -35,6 +35,7 @@ from elasticgang.checkpoint.shard import Shard, part_name, read_parts, write_man
 from elasticgang.checkpoint.storage import Folder, Storage
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
 from elasticgang.process.parent_death import signal_at_parent_death
+from elasticgang.process.stop_signals import ignore_stop_signals
 from elasticgang.progress import no_progress
 from elasticgang.protocol.commit import Attempt
 
@@ -226,8 +227,7 @@ def main(argv: list[str]) -> int:
     signal_at_parent_death(signal.SIGKILL)  # WRITER-1
     if os.getppid() != parent:
         return 1
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank ends this process
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()  # the rank ends this process
     os.nice(_NICE)
     requests = _Requests(sys.stdin.fileno())
     while (request := requests.next()) is not None:

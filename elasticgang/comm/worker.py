@@ -47,6 +47,7 @@ from elasticgang.comm.task_threads import TaskThreads
 from elasticgang.environment import ask_size
 from elasticgang.process.parent_death import signal_at_parent_death
 from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
+from elasticgang.process.stop_signals import ignore_stop_signals
 from elasticgang.torch_private import gloo_device, new_gloo
 
 _MAX_MESSAGE = 1 << 17
@@ -108,8 +109,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
 
 def run(make: Callable[[socket.socket, CommBlock], Worker], args: dict[str, Any], fds: list[int]) -> int:
     """Serve the rank with the worker that `make` returns, until the rank closes its socket or exits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank decides when it exits
+    ignore_stop_signals()  # the rank decides when it exits
     if args.get("has_agent"):
         signal_at_parent_death(signal.SIGKILL)  # STOP-4: its parent is the agent, or the rank
     sock = socket.socket(fileno=fds[0])

@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import resource
-import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
 from elasticgang.coordinator.state_directory import StateDirectory
 from elasticgang.errors import OperationalError, reason_of
+from elasticgang.process.stop_signals import ignore_stop_signals
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
 from elasticgang.session.addresses import address_of, listen_failure
 from elasticgang.session.credentials import Credentials, credentials_from_json
@@ -119,7 +119,7 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
 def main(args: dict[str, Any], fds: list[int]) -> int:
     """The process of an embedded coordinator. `fds`: the pipe on which it announces its address, and the pidfd of its
     owner, with which it exits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_stop_signals()
     prepare_process()
     announce, owner = fds
     options = CoordinatorOptions(

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
 from elasticgang.process.status_page import StatusPage
+from elasticgang.protocol.stop_request import is_repeated
 
 
 class Drain:
@@ -28,6 +30,7 @@ class Drain:
         self.wake: Callable[[], None] = lambda: None
         self.page = page
         self._held = threading.local()
+        self._signalled_s = 0.0
 
     def request(self) -> None:
         self.page.mark_draining()
@@ -37,8 +40,11 @@ class Drain:
     # -- SIGTERM
 
     def install(self) -> None:
-        """Handle SIGTERM in this process, which is the rank itself, and not in its forked children."""
+        """Handle SIGTERM in this process, which is the rank itself, and not in its forked children; and SIGHUP, unless
+        it is ignored (STOP-HUP)."""
         signal.signal(signal.SIGTERM, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_signal)
         os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._forget)
 
     def _hold(self) -> None:
@@ -50,17 +56,20 @@ class Drain:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _forget(self) -> None:
-        if signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_DFL)
         self._release()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.by_signal and not self.page.job_ending and is_repeated(time.monotonic() - self._signalled_s):
+            return
         # The agent forwards the end of the job, or this is the second SIGTERM.
         if self.page.job_ending or self.by_signal:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
             return
-        self.by_signal = True
+        self.by_signal, self._signalled_s = True, time.monotonic()
         self.request()
         if not self.in_loop:
             raise SystemExit(0)

@@ -47,6 +47,7 @@ from elasticgang.process import code_layout, huge_pages
 from elasticgang.process.free_blocks import fill_free_blocks
 from elasticgang.process.own_modules import command_of
 from elasticgang.process.parent_death import signal_at_parent_death
+from elasticgang.process.stop_signals import hold_stop_signals, release_stop_signals
 
 # numpy's OpenBLAS would start its threads on import (FORK-1). torch's own threads start at the first parallel
 # operation.
@@ -224,6 +225,7 @@ def main(argv: Sequence[str]) -> int:
     """The server process. Exits with its owner; returns only in the processes that it forks."""
     control_fd, owner_pid, preload = int(argv[1]), int(argv[2]), argv[3:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hold_stop_signals()  # STOP-ALL; for good: what it forks delivers its own
     _set_name("eg-forkserver")
     signal_at_parent_death(signal.SIGKILL)  # it does not watch the owner's pidfd while it imports
     if os.getppid() != owner_pid:
@@ -421,6 +423,7 @@ def _prepare_child(request: dict[str, Any], fds: list[int]) -> Callable[[], int]
         os._exit(1)  # the group is gone; while a process of it is unreaped, this one joins it, and ends by WORKER-1
     _set_name(request["name"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would show the code before the task
+    release_stop_signals()
     num_stdio = request["stdio"]
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

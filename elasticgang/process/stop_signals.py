@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP of a long-running command.
+"""SIGINT, SIGTERM and SIGHUP of a long-running command, and of the processes that it starts.
 
 STOP-HELD  They stay pending from before the imports of a long-running command until its event loop handles them.
            Python raises KeyboardInterrupt wherever it is. In a callback of a weak reference, of which every import has
@@ -7,6 +7,8 @@ STOP-LATE  Once the command's exit code is known, they change nothing. An event 
            defaults, and leave behind what the command still waits for.
 STOP-HUP   SIGHUP comes when the terminal or the login is gone. It is handled as the others are, so that an agent ends
            in order, unless it was ignored when the command was started, as by `nohup`.
+STOP-ALL   Processes that serve a rank or an agent ignore them: each ends with its owner, which may need it to leave in
+           order. A service manager that stops a service sends SIGTERM to every process.
 """
 
 from __future__ import annotations
@@ -15,6 +17,12 @@ import signal
 from collections.abc import Callable
 
 STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+
+
+def ignore_stop_signals() -> None:
+    """STOP-ALL. In a process that its owner ends."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def hold_stop_signals() -> None:

@@ -11,8 +11,8 @@ LIFE-3  A restart waits until a survivor has entered the next generation, `ENTER
         for the delay of the agent state.
 LIFE-4  The agent kills a retired member that has not exited after `RETIRE_TIMEOUT_S`, at once if it never requested a
         record; and a member whose script has raised and that has not exited after `EXIT_TIMEOUT_S`.
-LIFE-5  The first SIGTERM drains, once there is a record. Another signal, or a second one, stops the ranks. The agent
-        exits `grace_period_s` after the first signal at the latest.
+LIFE-5  The first SIGTERM drains, once there is a record. Another signal, or a second one that is no repetition
+        (REPEAT-1), stops the ranks. The agent exits `grace_period_s` after the first signal at the latest.
 LIFE-6  When the lease expires, the agent kills all ranks and decides nothing else until every one has exited and no
         fork is under way. Then it rejoins under a new id; its `Hello` says that the old one has ended.
 LIFE-7  The agent exits once no rank runs, starts or waits for its restart. The code is 128 + N after signal N, else
@@ -68,6 +68,7 @@ from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.devices import Devices
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.restarts import Restarts
+from elasticgang.protocol.stop_request import is_repeated
 
 START_TIMEOUT_S = 60.0
 ENTER_TIMEOUT_S = 0.5
@@ -138,6 +139,7 @@ class AgentLifecycle:
         self._kill_at_s: dict[str, float] = {}
         self._grace_ends_s: float | None = None
         self._signal = 0
+        self._signalled_s = 0.0
         self._has_finished = False
 
     def _new_state(self, agent: str) -> AgentState:
@@ -399,12 +401,14 @@ class AgentLifecycle:
     def _signalled(self, number: int) -> list[AgentInstruction]:
         """LIFE-5."""
         is_serving = self._phase is _Phase.SERVING
+        if number == self._signal == signal.SIGTERM and is_serving and is_repeated(self._now_s - self._signalled_s):
+            return []
         drains = number == signal.SIGTERM and not self._signal and is_serving and self.state.record is not None
         how = f"exits on {signal.Signals(number).name}"
         done: list[AgentInstruction] = [] if drains else [*self._notify_over(how), StopHelpers()]
         if is_serving and not drains:
             self._phase = _Phase.ENDING
-        self._signal = number
+        self._signal, self._signalled_s = number, self._now_s
         if self._grace_ends_s is None:
             self._grace_ends_s = self._now_s + self._options.grace_period_s
         return [*done, SignalRanks(tuple(self._members), number, drains)]

@@ -15,7 +15,6 @@ import contextlib
 import ipaddress
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticgang.errors import OperationalError
 from elasticgang.process.priority import give_way
-from elasticgang.process.stop_signals import STOP_SIGNALS
+from elasticgang.process.stop_signals import ignore_stop_signals
 from elasticgang.watch.history import History
 from elasticgang.watch.reader import JobReader
 from elasticgang.watch.registry import EVENTS
@@ -229,8 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main(log_dir: str, options: str) -> None:
     """`options`: JSON, see `serving.serve`; "listeners": the descriptors of listening sockets by what they serve."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # SERVER-1
+    ignore_stop_signals()  # SERVER-1
     given = json.loads(options)
     traces, add_scalars = _traces() if given["traces"] else None, _scalars(given["scalars"])
     give_way(_NICENESS, given["session_niceness"])  # once all is imported: beside busy sessions that takes long then

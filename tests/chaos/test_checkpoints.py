@@ -140,13 +140,18 @@ def test_a_job_that_was_killed_whole_goes_on_at_its_checkpoint_with_other_ranks(
     assert results(tmp_path) == {alone(STEPS, width)}
 
 
-# MANAGER-22, LIFE-5
-def test_sigterm_loses_no_step_of_a_job_with_checkpoints(tmp_path: Path) -> None:
-    """As that of a batch system whose time limit is reached. The job goes on with other ranks."""
+# MANAGER-22, LIFE-5, REPEAT-1, STOP-ALL
+@pytest.mark.parametrize("numbers", [(), (signal.SIGTERM,), (signal.SIGTERM, signal.SIGHUP)], ids=["", "all", "hup"])
+def test_sigterm_loses_no_step_of_a_job_with_checkpoints(tmp_path: Path, numbers: tuple[signal.Signals, ...]) -> None:
+    """As that of a batch system whose time limit is reached. The job goes on with other ranks. `numbers`: what every
+    process of the job gets, as from a service manager or a machine that shuts down."""
     steps, every = 1000, 50  # the job does not end before its ranks get the signal
     (tmp_path / "hold").write_text(str(every + 5))
     with job(tmp_path, "first", 3, steps=steps, every=str(every), options=["--grace-period", "60"]) as running:
         wait_until(lambda: newest(tmp_path) == every, "a checkpoint")
+        for number in numbers:
+            for process in running.processes():
+                process.send_signal(number)
         running.process.send_signal(signal.SIGTERM)
         running.expect("signal")
         (tmp_path / "hold").unlink()

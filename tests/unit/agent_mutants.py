@@ -21,6 +21,7 @@ from elasticgang.protocol import (
     member_lifecycle,
     reach,
     restarts,
+    stop_request,
 )
 from elasticgang.protocol.agent_events import Committed, Event, Fail, PeerNotice, Restart
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
@@ -124,6 +125,10 @@ def _with_host(test: Callable[[test_hang_detector.Host], None]) -> Callable[[], 
 
 
 AGENT_MUTANTS = {
+    "sigterm that every process gets stops the ranks": UnitMutant(
+        ((stop_request, "REPEATED_S", 0.0),),
+        test_agent_lifecycle.test_sigterm_that_every_process_gets_is_one_request_to_leave,
+    ),
     "ranks stay at an address that is lost": UnitMutant(
         ((AgentSession, "_fence", _fence_for_the_lease_alone),),
         test_coordinator_state.test_the_loss_of_the_host_s_address_kills_the_ranks_and_ends_the_generation_at_once,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elasticgang.layout import Member, ParallelLayout, plan
-from elasticgang.protocol import agent_lifecycle
+from elasticgang.protocol import agent_lifecycle, stop_request
 from elasticgang.protocol.agent_events import (
     Abort,
     AgentEvent,
@@ -377,11 +377,24 @@ def test_sigint_and_a_second_sigterm_end_the_ranks_and_notify_the_others() -> No
     assert host.gets(signal.SIGINT)[0] == NotifyOver(1, EndCause("exits on SIGINT", ("a",)))
     host = running("b0")
     host.gets(signal.SIGTERM)
+    host.now_s += stop_request.REPEATED_S
     assert host.gets(signal.SIGTERM) == [
         NotifyOver(1, EndCause("exits on SIGTERM", ("a",))),
         StopHelpers(),
         SignalRanks(("a0", "a1"), signal.SIGTERM, drains=False),
     ]
+
+
+# REPEAT-1
+def test_sigterm_that_every_process_gets_is_one_request_to_leave() -> None:
+    host = running()
+    host.gets(signal.SIGTERM)
+    host.now_s += 0.9
+    assert host.gets(signal.SIGTERM) == []
+    assert host.gets(signal.SIGINT)[-1] == SignalRanks(("a0", "a1"), signal.SIGINT, drains=False)
+    host = running()
+    host.gets(signal.SIGINT)
+    assert host.gets(signal.SIGTERM)[-1] == SignalRanks(("a0", "a1"), signal.SIGTERM, drains=False)
 
 
 def test_the_agent_exits_when_the_grace_period_of_the_first_signal_ends() -> None:

@@ -63,7 +63,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     ),
     "train": (
         *("errors", "torch_private", "environment", "integers", "layout", "protocol", "collectives", "comm", "gang"),
-        *("member", "state", "checkpoint", "reshape"),
+        *("process", "member", "state", "checkpoint", "reshape"),
     ),
     "launch": (
         *("errors", "environment", "progress", "layout", "comm", "process", "session", "agent", "coordinator"),
@@ -76,9 +76,12 @@ ONLY = {
     ("launch", "process"): (
         *("elasticgang.process.own_modules", "elasticgang.process.priority", "elasticgang.process.stop_signals"),
     ),
-    ("checkpoint", "process"): ("elasticgang.process.own_modules", "elasticgang.process.parent_death"),
+    ("checkpoint", "process"): (
+        *("elasticgang.process.own_modules", "elasticgang.process.parent_death", "elasticgang.process.stop_signals"),
+    ),
+    ("train", "process"): ("elasticgang.process.stop_signals",),
     ("doctor", "process"): ("elasticgang.process.own_modules",),
-    ("coordinator", "process"): ("elasticgang.process.parent_death",),
+    ("coordinator", "process"): ("elasticgang.process.parent_death", "elasticgang.process.stop_signals"),
 }
 
 PURE_ROOMS = ("layout", "protocol")

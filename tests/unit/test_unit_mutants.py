@@ -233,6 +233,7 @@ RULES = {
     "RECOVERY-8": ("a job goes back at once to what is here",),
     "REFUSED": ("a refusal where the former coordinator was renews the lease", "any refusal renews the lease"),
     "REJOIN": ("lost agents come back as they are",),
+    "REPEAT-1": ("sigterm that every process gets stops the ranks",),
     "REPORT": (
         "a report counts although it crosses a record",
         "reports of earlier generations count",
