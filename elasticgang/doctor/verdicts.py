@@ -413,7 +413,7 @@ def _host_name(name: str, lookup_s: float | None) -> Finding:
 
 
 def _clock(resolution_s: float, source: str | None) -> Finding:
-    """Every deadline and lease is measured by the monotonic clock of one host."""
+    """Every deadline and lease is measured by clocks of one host that nobody sets."""
     text = f"monotonic, resolution {resolution_s * 1e9:g} ns, source {source or 'unknown'}"
     if resolution_s > _MAX_RESOLUTION_S:
         mend = "Leases need 1 ms or better: use a kernel with high-resolution timers."

@@ -9,6 +9,9 @@ LEASE-2  Its end kills the ranks before the coordinator may declare their agent 
 LEASE-3  No reader acts on a torn value: the value is one aligned 8-byte word, and each access copies the whole word. A
     memoryview of format "d" compiles to one 8-byte load or store on x86-64 and aarch64, where such an access is atomic;
     `struct` with a byte order moves single bytes.
+LEASE-4  The lease is a time of CLOCK_BOOTTIME, and so is all that it is computed from: that clock also counts while the
+    host is suspended. By CLOCK_MONOTONIC a host that resumes after an hour would go on for seconds, while others have
+    declared its agent lost.
 """
 
 from __future__ import annotations
@@ -22,8 +25,13 @@ FILE_NAME = "elasticgang-lease"
 _NUM_BYTES = 8
 
 
+def now_s() -> float:
+    """LEASE-4."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Lease:
-    """Eight bytes of shared memory: a time of CLOCK_MONOTONIC, which all processes of a host share (LEASE-3)."""
+    """Eight bytes of shared memory: a time by `now_s`, which all processes of a host share (LEASE-3)."""
 
     def __init__(self, fd: int) -> None:
         self._words = memoryview(mmap.mmap(fd, _NUM_BYTES)).cast("d")  # a mapping begins at a page: aligned
@@ -48,7 +56,7 @@ class Lease:
 
     @property
     def remaining_s(self) -> float:
-        return self.until - time.monotonic()
+        return self.until - now_s()
 
     @property
     def is_expired(self) -> bool:

@@ -1,6 +1,7 @@
 """An agent's session with its coordinator, over asyncio: connects, reconnects, and drives the `AgentSession`.
 
-CLIENT-LEASE   The client sets the lease before the agent's state machine gets the event that the lease permits.
+CLIENT-LEASE   The client sets the lease before the agent's state machine gets the event that the lease permits. Both
+               have the clock of the lease (LEASE-4).
 CLIENT-RETRY   An attempt to connect ends after `CONNECT_S`, and the next one begins `RETRY_S` later. While something
                listens at the address and does not welcome the agent, the pause is a random one from 0 to a limit that
                doubles up to `MAX_RETRY_S`: agents that failed together do not come back together. The client never
@@ -14,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from typing import Any, Protocol
 
+from elasticgang.process.lease import now_s
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.coordinator_messages import (
     AddressLost,
@@ -184,7 +185,7 @@ class AgentClient:
     async def _dial(self) -> None:
         while not self._is_stopped and not self._session.is_ended:
             self._lost.clear()
-            began_s = time.monotonic()
+            began_s = now_s()
             try:
                 await asyncio.wait_for(connect(self._connect, self._host, self._port), CONNECT_S)
                 if self._is_stopped:  # CLIENT-STOP: before Python 3.12 `wait_for` drops a cancellation that comes now
@@ -215,7 +216,7 @@ class AgentClient:
         self._handle(Ticked())
 
     def _handle(self, event: SessionEvent) -> None:
-        for instruction in self._session.handle(event, time.monotonic()):
+        for instruction in self._session.handle(event, now_s()):
             self._carry_out(instruction)
 
     def _carry_out(self, instruction: SessionInstruction) -> None:

@@ -36,7 +36,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "gang": ("errors", "torch_private", "environment", "integers", "layout", "collectives", "comm"),
     "observe": ("errors", "protocol"),
     "simulation": ("errors", "layout", "protocol"),
-    "session": ("errors", "protocol"),
+    "session": ("errors", "protocol", "process"),
     "state": ("errors", "torch_private", "testing", "protocol", "session"),
     "checkpoint": ("errors", "torch_private", "testing", "progress", "layout", "protocol", "process", "state"),
     "reshape": ("errors", "testing", "layout", "protocol", "state", "checkpoint"),
