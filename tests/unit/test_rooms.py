@@ -79,6 +79,7 @@ ONLY = {
     ("checkpoint", "process"): (
         *("elasticgang.process.own_modules", "elasticgang.process.parent_death", "elasticgang.process.stop_signals"),
     ),
+    ("session", "process"): ("elasticgang.process.lease",),
     ("train", "process"): ("elasticgang.process.stop_signals",),
     ("doctor", "process"): ("elasticgang.process.own_modules",),
     ("coordinator", "process"): ("elasticgang.process.parent_death", "elasticgang.process.stop_signals"),
