@@ -1,8 +1,8 @@
-"""A rank that drains: after SIGTERM or `manager.leave()`, it leaves at a step boundary (MANAGER-10).
+"""A rank that drains: after SIGTERM, SIGHUP or `manager.leave()`, it leaves at a step boundary (MANAGER-10).
 
 DRAIN-1  The agent reads on the status page that the rank drains, and does not restart it, however it exits.
-DRAIN-2  A forked child has no part in that: SIGTERM ends it. One that comes before the child has forgotten the handler
-    is held until then: Python drops it otherwise, and who waits for the child waits for ever.
+DRAIN-2  A forked child has no part in that: such a signal ends it. One that comes before the child has forgotten the
+    handler is held until then: Python drops it otherwise, and who waits for the child waits for ever.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from types import FrameType
 
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.stop_request import is_repeated
+
+_HANDLED = {signal.SIGTERM, signal.SIGHUP}
 
 
 class Drain:
@@ -37,7 +39,7 @@ class Drain:
         self.requested = True
         self.wake()
 
-    # -- SIGTERM
+    # -- signals
 
     def install(self) -> None:
         """Handle SIGTERM in this process, which is the rank itself, and not in its forked children; and SIGHUP, unless
@@ -49,14 +51,13 @@ class Drain:
 
     def _hold(self) -> None:
         """DRAIN-2"""
-        self._held.is_own = signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        self._held.numbers = _HANDLED - signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
 
     def _release(self) -> None:
-        if self._held.is_own:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held.numbers)
 
     def _forget(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in _HANDLED:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_DFL)
         self._release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticgang.protocol import stop_request
 from tests.chaos.test_kills import NUM_STEPS, Fault, alone, at, check, histories, run, soon
 from tests.chaos.training_scripts import script, training
 from tests.support import Job, is_alive
@@ -309,7 +311,9 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
         job.expect_file(tmp_path / "busy")
         pid = job.rank_pid(1)
         os.kill(pid, signal.SIGTERM)
-        job.expect_file(tmp_path / "heeded")  # two signals at once are one
+        job.expect_file(tmp_path / "heeded")
+        os.kill(pid, signal.SIGTERM)  # as from whoever ends all processes (REPEAT-1)
+        time.sleep(stop_request.REPEATED_S)
         assert is_alive(pid)
         os.kill(pid, signal.SIGTERM)
         job.expect("exited", local_rank=1, status=-signal.SIGTERM)
@@ -339,7 +343,10 @@ def test_a_ranks_own_children_end_by_sigterm_as_ever(tmp_path: Path) -> None:
 
 
 # DRAIN-2
-def test_a_child_that_gets_sigterm_as_it_is_forked_ends_and_its_rank_is_restarted_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_child_that_gets_a_signal_as_it_is_forked_ends_and_its_rank_is_restarted_later(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """As the workers of a pool that is left at once."""
     body = """if rank == 1 and step.index == 2 and not (here / "statuses").exists():
                     statuses = set()
@@ -347,12 +354,12 @@ def test_a_child_that_gets_sigterm_as_it_is_forked_ends_and_its_rank_is_restarte
                         if (child := os.fork()) == 0:
                             time.sleep(10)
                             os._exit(1)
-                        os.kill(child, signal.SIGTERM)
+                        os.kill(child, NUMBER)
                         statuses.add(os.waitpid(child, 0)[1])
                     (here / "statuses").write_text(f"{statuses}\\n")
-                    os.kill(os.getpid(), signal.SIGKILL)"""
+                    os.kill(os.getpid(), signal.SIGKILL)""".replace("NUMBER", str(int(number)))
     with Job(tmp_path, training(tmp_path, steps=100_000, body=body), options=["--hang-timeout", "150"]) as job:
-        assert job.expect_file(tmp_path / "statuses") == f"{{{signal.SIGTERM}}}\n"
+        assert job.expect_file(tmp_path / "statuses") == f"{{{number}}}\n"
         job.expect("spawned", local_rank=1, count=2)
 
 

@@ -226,7 +226,7 @@ def test_stages_that_call_different_tensors_alike_do_not_move(tmp_path: Path) ->
     check(tmp_path, ranks=2)
 
 
-FORGOTTEN = r"no stage of the layout \(pp=3\) has model.module.blocks.3.down.bias, and [0-9]+ more"
+FORGOTTEN = r"no stage of the layout \(pp=3\) has model.module.blocks.3.down.bias and [0-9]+ more"
 
 
 def check_forgotten(directory: Path, job: Job) -> None:

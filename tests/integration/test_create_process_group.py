@@ -199,7 +199,7 @@ def test_a_comm_process_imports_little() -> None:
         *(f"elasticgang.collectives.{name}" for name in ("table", "work")),
         *(f"elasticgang.{name}" for name in ("environment", "errors", "integers", "torch_private")),
         *(f"elasticgang.process.{name}" for name in ("death_watch", "framing", "futex", "parent_death")),
-        *(f"elasticgang.process.{name}" for name in ("priority", "status_page")),
+        *(f"elasticgang.process.{name}" for name in ("priority", "status_page", "stop_signals")),
     }
 
 

@@ -176,7 +176,8 @@ def test_schedules_in_which_a_rule_of_the_coordinator_was_missing(seed: int) -> 
 
 def test_a_failure_is_a_scenario_that_replays_it() -> None:
     with mutated("the highest term alone decides"):
-        failures = list(itertools.islice(filter(None, (Schedule(seed).run() for seed in range(400))), 2))
+        found = itertools.islice(filter(None, (Schedule(seed).run() for seed in range(400))), 5)
+        failures = sorted(found, key=lambda failure: len(failure.moves))[:2]  # the longest takes ten times as long
         shorts = [shrink(failure) for failure in failures]
         for failure, short in zip(failures, shorts, strict=True):
             story, told = read(write(short))
