@@ -22,7 +22,8 @@ LOST     An agent is declared lost once it was silent for `lost_after_s` while t
          counting what the coordinator itself stood still; or its process is known to be gone. Out of office nobody is
          lost, and where a record is known, a silent session is closed after half a lease: the operator's word, which
          may be given while leases last, covers no agent that has a session. An exit ends the generation, unless the job
-         has finished in it: all its ranks had connections then, which break by themselves.
+         has finished in it: all its ranks had connections then, which break by themselves. A lost agent whose ranks
+         were spares, and kept nothing for others, ends none: the others may be saving their state before they leave.
 UNACCEPTED  An agent that was sent the newest record is not heard until it has accepted it, whatever it sends, and gets
          no answer that renews a lease. So it is lost in the end (LOST), also if it opens one session after the other,
          for example because its network loses large packets. It stays lost until it accepts the record.
@@ -114,7 +115,7 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import NO_FACTS, AgentFacts, GatheredFacts, JobFacts
 from elasticgang.protocol.next_record import mismatch, next_record
-from elasticgang.protocol.record import NO_RECORD, SPARE, Record, RecordRef, Report, Undecided, Unrecoverable
+from elasticgang.protocol.record import NO_RECORD, SPARE, Record, RecordRef, Report, Seat, Undecided, Unrecoverable
 from elasticgang.protocol.shortened import shortened
 
 Instructions: TypeAlias = "list[CoordinatorInstruction]"
@@ -498,10 +499,17 @@ class CoordinatorState:
         self.lost.update(agents)
         if self._parents_are_gone():
             return out + self._go_on_without_parents() + self._decide()
-        if not is_harmless and any(record.seats_of(agent) for agent in agents):
+        if not is_harmless and any(
+            self._is_missed(seat, record) for agent in agents for seat in record.seats_of(agent)
+        ):
             how = "has left" if has_left else "is lost"
             out += self._end(EndGeneration(record.generation, EndCause(how, tuple(agents))))
         return out + self._decide()
+
+    @staticmethod
+    def _is_missed(seat: Seat, record: Record) -> bool:
+        """LOST: whether the generation ends without its member."""
+        return seat.status != SPARE or record.holder(seat.member) is not None
 
     def _why_lost(self, agent: str, record: Record) -> str:
         if agent not in self._owing:

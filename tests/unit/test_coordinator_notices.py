@@ -11,8 +11,9 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.agent_events import PeerNotice
 from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.end_cause import EndCause
-from elasticgang.protocol.record import MemberReport, Report
+from elasticgang.protocol.record import SPARE, MemberReport, Report
 from tests.unit.coordinator_driver import Driver, found, record, report
 
 
@@ -50,6 +51,32 @@ def test_an_agent_without_seats_that_ends_ends_no_generation() -> None:
     assert sent(out, m.EndGeneration) == []
     assert sent(out, m.Notice) == [(b, m.Notice("left", "", ("a",)))]
     assert driver.state.lost == {"a"}
+
+
+# LOST
+@pytest.mark.parametrize("end", [m.Goodbye(), m.AgentExited("c")])
+def test_an_agent_whose_ranks_are_all_spares_ends_no_generation(end: Any) -> None:
+    """As when all agents get SIGTERM: its ranks leave at once, those of the others save the state meanwhile."""
+    driver = Driver(granted=True)
+    sessions = {agent: driver.open(agent) for agent in "abc"}
+    for agent, session in sessions.items():
+        asked = replace(report(agent), layout=ParallelLayout(sdp=2), min_agents=3)
+        driver.hear(session, m.Ready(asked))
+    generation = record(driver)
+    for session in sessions.values():
+        driver.hear(session, m.Accepted(1, generation.digest))
+    assert generation.members(SPARE) == ("c/0",)
+    out = driver.do(end) if isinstance(end, m.AgentExited) else driver.hear(sessions["c"], end)
+    assert sent(out, m.EndGeneration) == []
+    assert driver.state.lost == {"c"}
+    for agent, member in zip("ab", ("a/0", "b/0"), strict=True):
+        driver.hear(sessions[agent], m.EndGeneration(1))
+        seat = MemberReport(
+            member, 0, "127.0.0.1:1", Attempt(1, 1), None, generation.model_coordinates(member), 1, True
+        )
+        asked = replace(report(agent, generation.ref), layout=ParallelLayout(sdp=2), members=(seat,), min_agents=2)
+        driver.hear(sessions[agent], m.Ready(asked))
+    assert record(driver).agents == ("a", "b")
 
 
 def test_an_agent_with_seats_that_says_goodbye_has_left() -> None:
