@@ -8,13 +8,16 @@ STOP-LATE  Once the command's exit code is known, they change nothing. An event 
 STOP-HUP   SIGHUP comes when the terminal or the login is gone. It is handled as the others are, so that an agent ends
            in order, unless it was ignored when the command was started, as by `nohup`.
 STOP-ALL   Processes that serve a rank or an agent ignore them: each ends with its owner, which may need it to leave in
-           order. A service manager that stops a service sends SIGTERM to every process.
+           order. A service manager that stops a service sends SIGTERM to every process. Where code of the user runs, a
+           handler that does nothing ignores them: what it starts has the defaults again.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
+from types import FrameType
 
 STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
@@ -23,6 +26,25 @@ def ignore_stop_signals() -> None:
     """STOP-ALL. In a process that its owner ends."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def ignore_stop_signals_here() -> None:
+    """STOP-ALL. Likewise, but the programs that this process executes, and its forked children, do not ignore them."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _do_nothing)
+            signal.siginterrupt(number, False)
+    os.register_at_fork(after_in_child=_restore_defaults)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """A handler."""
+
+
+def _restore_defaults() -> None:
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is _do_nothing:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def hold_stop_signals() -> None:

@@ -43,7 +43,7 @@ import torch.utils.data
 from torch.utils.data import default_collate, get_worker_info
 
 from elasticgang.member.rank_context import inherited
-from elasticgang.process.stop_signals import ignore_stop_signals
+from elasticgang.process.stop_signals import ignore_stop_signals_here
 from elasticgang.torch_private import close_result_writer, replace_done_event, set_worker_info, shut_down_loader
 from elasticgang.train.prefetch import Key
 
@@ -350,7 +350,7 @@ def timeouts(timeout: float | None) -> tuple[float, float]:
 
 def _init_worker(init: Callable[[int], None] | None, number: int, num_workers: int, _: int) -> None:
     """In the worker. Of torch, it is the only one, and has a fetcher for its dataset."""
-    ignore_stop_signals()  # STOP-ALL
+    ignore_stop_signals_here()  # STOP-ALL
     info: Any = get_worker_info()
     set_worker_info(*info.dataset.worker_info(number, num_workers))
     if init is not None:

@@ -11,6 +11,7 @@ import random
 import re
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -577,3 +578,39 @@ def test_a_closed_loader_keeps_no_pipe_of_a_worker_and_no_batch(
     for process in processes:
         with pytest.raises(ValueError, match="process object is closed"):
             _ = process.sentinel
+
+
+class Helped:
+    """Each sample is the status of a program that the dataset has started and ended."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        with subprocess.Popen(["sleep", "1000"]) as program:
+            program.terminate()
+            try:
+                return program.wait(10)
+            finally:
+                program.kill()
+
+
+# STOP-ALL
+def test_sigterm_ends_the_programs_that_a_dataset_starts_as_ever() -> None:
+    batches = eg.GlobalBatch(NUM_SAMPLES, size=SIZE, slot=SLOT)
+    with contextlib.closing(eg.DataLoader(Helped(), batches, num_workers=1)) as loader:
+        _, batch = next(iter(loader.slots(step(0))))
+        assert batch.tolist() == [-signal.SIGTERM] * SLOT
+
+
+# STOP-ALL
+def test_a_worker_outlives_the_signals_that_every_process_of_a_service_gets(make: Make, dataset: Noted) -> None:
+    loader = make(num_workers=1)
+    slots = iter(loader.slots(step(0)))
+    next(slots)
+    (worker,) = {pid for _, pid in dataset.fetched()}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(worker, number)
+    assert len(list(slots)) == SIZE // SLOT - 1
+    assert len(list(loader.slots(step(1)))) == SIZE // SLOT
+    assert {pid for _, pid in dataset.fetched()} == {worker}
