@@ -26,6 +26,7 @@ from __future__ import annotations
 import enum
 import signal
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from elasticgang.protocol.agent_events import (
@@ -194,6 +195,11 @@ class AgentLifecycle:
     def num_coming(self) -> int:
         """Ranks that are starting or scheduled to start."""
         return (self._forking is not None) + len(self._to_start) + len(self._delayed)
+
+    def num_successors(self, draining: Collection[str]) -> int:
+        """As of `AgentState`; none once no rank starts any more (LIFE-1): the last holders of a part would wait for a
+        restart that a signal has dropped."""
+        return 0 if self._is_over else self.state.num_successors(draining)
 
     def device_of(self, local_rank: int) -> int | None:
         """The device on which the rank starts next. None: it starts no more (DEVICE-2)."""
