@@ -295,7 +295,7 @@ class DurableCheckpoints:
 
     def close(self, member: str, state: MemberState, *, saves: bool = True) -> None:
         """Save the state, if it is due and `saves`, and wait until the save under way has ended."""
-        if not self._has_begun_last:
+        if not (self._has_begun_last and self._final[0] == state.entered):
             self._await_save(FINISH_TIMEOUT_S)
             if saves:
                 self._server.registered.keep_snapshot()  # it is from the beginning of the last step

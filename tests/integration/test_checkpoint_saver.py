@@ -315,6 +315,20 @@ def test_the_final_state_is_saved_after_a_save_that_is_still_under_way(tmp_path:
     assert Attempt(13, 1) in [found.attempt for found in listing.scan(storage_at(tmp_path))]
 
 
+# MANAGER-22
+def test_a_rank_that_goes_on_after_such_a_save_waits_for_a_later_one_when_it_leaves(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.enter(("a0",))
+    rank.train(9)
+    assert rounds(rank) == [(False, False)]
+    rank.enter(("a0",), 2)
+    with testing.fail_at("checkpoint_copied", lambda: time.sleep(1)):
+        rank.train(10).begin()
+        rank.state.tip = rank.state.committed = Attempt(11, 2)
+        rank.close()
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [10, 9]
+
+
 def test_a_failed_share_of_the_final_save_ends_it_on_all_ranks(tmp_path: Path) -> None:
     """The committing rank does not wait for a share that never comes."""
     ranks = [Rank(tmp_path, member).train(13) for member in MEMBERS]
