@@ -60,10 +60,10 @@ REACHED  While some agents are left out of the newest record, because they and o
          does not before all of these have told it in their sessions whom they reach, such as after its restart.
 SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
          first process that has used it here.
-FORMER   Of an agent that is in neither of the two newest records, and has no session, nothing is kept but its facts
-         (FACTS-ABSENT), whether it has left, promised, was silent, or which process it was: an agent that comes back
-         has another id as a rule, and a job of weeks has thousands. Should it come with its id all the same, it
-         promises again, and brings what it has accepted.
+FORMER   Of an agent that is in neither of the two newest records, and has no session, only its facts are kept
+         (FACTS-ABSENT). Whether it has left, promised or was silent, and which process it was, is forgotten: an agent
+         that comes back has another id as a rule, and a job of weeks has thousands. Should it come with its id all the
+         same, it promises again, and brings what it has accepted.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ _FAILURES = (OSError, WireError, ValueError, KeyError, TypeError, AttributeError
 
 
 class FormExchange:
-    """The forms of one rank, for its peers, and the forms of these. `what`: "state" or "settings". `of`: the numbers
-    that name the part of the model, or the attempt."""
+    """The forms of one rank, for its peers, and the forms of these. `what`: "state", "settings" or "trained". `of`: the
+    numbers that name the part of the model, or the attempt."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
