@@ -12,11 +12,12 @@ run_agent() {  # on each node. Slurm signals this shell alone
     trap 'kill -TERM $agent' TERM
     while
         elasticgang run "$@" & agent=$!
-        while kill -0 $agent 2>/dev/null; do wait $agent; code=$?; done
+        while kill -0 $agent 2>/dev/null; do wait $agent; done  # a signal ends `wait`, too
+        wait $agent; code=$?
         [ $code = 137 ]  # the agent was killed, and is started again
     do :; done
-    has_first=$(squeue --noheader --jobs="$SLURM_JOB_ID" --nodelist="$first")
-    [ "$has_first" ] || scontrol requeue "$SLURM_JOB_ID"  # the node of the batch script and the coordinator has failed
+    # After a failure, is the node of the batch script and the coordinator gone?
+    [ $code = 0 ] || squeue --noheader --jobs="$SLURM_JOB_ID" --nodelist="$first" | grep -q . || scontrol requeue "$SLURM_JOB_ID"
     exit $code
 }
 

@@ -82,7 +82,7 @@ class NCCLWorker(Worker):
     def _create(self, store: Store, group: dict[str, Any], timeout: timedelta) -> Any:
         return self._cuda.new_group(store, group["rank"], group["size"], self._device, timeout)
 
-    def _made(self, making: Future[Any], timeout: timedelta) -> Any:
+    def _made(self, making: Future[Any], until_s: float) -> Any:
         """`new_group` has its own timeout."""
         return making.result()
 

@@ -30,6 +30,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
@@ -264,12 +265,18 @@ class Worker:
             group["name"]: self._threads.submit(self._create_with, number, command, group)
             for number, group in enumerate(command["groups"])
         }
-        self._groups = {name: self._made(future, self._timeout) for name, future in started.items()}
+        until_s = self._until_s(self._timeout)
+        self._groups = {name: self._made(future, until_s) for name, future in started.items()}
 
-    def _made(self, making: futures.Future[Any], timeout: timedelta) -> Any:
-        """WORKER-9. All groups of a configuration begin at once."""
+    @staticmethod
+    def _until_s(timeout: timedelta) -> float:
+        """WORKER-9. Of groups that begin now."""
+        return time.monotonic() + timeout.total_seconds() + CONNECT_MARGIN_S
+
+    def _made(self, making: futures.Future[Any], until_s: float) -> Any:
+        """WORKER-9"""
         try:
-            return making.result(timeout.total_seconds() + CONNECT_MARGIN_S)
+            return making.result(max(0.0, until_s - time.monotonic()))
         except futures.TimeoutError:
             raise RuntimeError("wait timeout: a rank did not connect, although its keys have come") from None
 
@@ -320,7 +327,7 @@ class Worker:
             client.set_timeout(timeout)
             idle = {address: client}
             store = PrefixStore(f"{prefix}/{group['name']}", client)
-        made = self._made(self._threads.submit(self._create, store, group, timeout), timeout)
+        made = self._made(self._threads.submit(self._create, store, group, timeout), self._until_s(timeout))
         self._handshake(made)
         groups[group["name"]] = made
         self._idle = idle

@@ -179,7 +179,7 @@ class MemberDriver:
         rendezvous, state_server = self._rendezvous, self._state_server
         match instruction:
             case do.ServeState(index, tip):
-                self._load_forward = None
+                self._load_forward, self._has_failed_last = None, False
                 self._page.begin_step(index)
                 if self.mover is not None and tip is not None and tip.step > 0:
                     record = self.lifecycle.state.record
