@@ -23,7 +23,8 @@ LOST     An agent is declared lost once it was silent for `lost_after_s` while t
          lost, and where a record is known, a silent session is closed after half a lease: the operator's word, which
          may be given while leases last, covers no agent that has a session. An exit ends the generation, unless the job
          has finished in it: all its ranks had connections then, which break by themselves. A lost agent whose ranks
-         were spares, and kept nothing for others, ends none: the others may be saving their state before they leave.
+         were spares, and kept nothing for others, costs no step: the generation ends at a boundary, as for one that
+         joins. The others may be saving their state before they leave.
 UNACCEPTED  An agent that was sent the newest record is not heard until it has accepted it, whatever it sends, and gets
          no answer that renews a lease. So it is lost in the end (LOST), also if it opens one session after the other,
          for example because its network loses large packets. It stays lost until it accepts the record.
@@ -499,17 +500,19 @@ class CoordinatorState:
         self.lost.update(agents)
         if self._parents_are_gone():
             return out + self._go_on_without_parents() + self._decide()
-        if not is_harmless and any(
-            self._is_missed(seat, record) for agent in agents for seat in record.seats_of(agent)
-        ):
-            how = "has left" if has_left else "is lost"
-            out += self._end(EndGeneration(record.generation, EndCause(how, tuple(agents))))
+        seats = [seat for agent in agents for seat in record.seats_of(agent)]
+        if seats and not is_harmless:
+            if self._are_needed(seats, record):
+                how = "has left" if has_left else "is lost"
+                out += self._end(EndGeneration(record.generation, EndCause(how, tuple(agents))))
+            else:
+                out += self._join(record.generation)
         return out + self._decide()
 
     @staticmethod
-    def _is_missed(seat: Seat, record: Record) -> bool:
-        """LOST: whether the generation ends without its member."""
-        return seat.status != SPARE or record.holder(seat.member) is not None
+    def _are_needed(seats: Iterable[Seat], record: Record) -> bool:
+        """LOST: whether the generation cannot go on without the members of `seats`."""
+        return any(seat.status != SPARE or record.holder(seat.member) is not None for seat in seats)
 
     def _why_lost(self, agent: str, record: Record) -> str:
         if agent not in self._owing:

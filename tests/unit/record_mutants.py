@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,15 @@ from elasticgang.protocol import (
 )
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Action, Attempt
-from elasticgang.protocol.coordinator_messages import CollectReport, DecisionRef, EndGeneration, Hello, Ready, Welcome
+from elasticgang.protocol.coordinator_messages import (
+    CollectReport,
+    DecisionRef,
+    EndGeneration,
+    Goodbye,
+    Hello,
+    Ready,
+    Welcome,
+)
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.cut_off import find_cut_off
 from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts, KnownSuccessors, Wait
@@ -205,6 +214,10 @@ def _leave_out_anybody(
 
 
 RECORD_MUTANTS = {
+    "a lost spare costs a step": UnitMutant(
+        ((CoordinatorState, "_are_needed", staticmethod(always(True))),),
+        partial(test_coordinator_notices.test_an_agent_whose_ranks_are_all_spares_costs_no_step, Goodbye()),
+    ),
     "nobody is told for whom the job waits": UnitMutant(
         ((CoordinatorState, "_tell_waiting", always([])),),
         test_coordinator_notices.test_agents_are_told_for_whom_they_wait_once_the_generation_is_over,

@@ -55,7 +55,7 @@ def test_an_agent_without_seats_that_ends_ends_no_generation() -> None:
 
 # LOST
 @pytest.mark.parametrize("end", [m.Goodbye(), m.AgentExited("c")])
-def test_an_agent_whose_ranks_are_all_spares_ends_no_generation(end: Any) -> None:
+def test_an_agent_whose_ranks_are_all_spares_costs_no_step(end: Any) -> None:
     """As when all agents get SIGTERM: its ranks leave at once, those of the others save the state meanwhile."""
     driver = Driver(granted=True)
     sessions = {agent: driver.open(agent) for agent in "abc"}
@@ -68,6 +68,7 @@ def test_an_agent_whose_ranks_are_all_spares_ends_no_generation(end: Any) -> Non
     assert generation.members(SPARE) == ("c/0",)
     out = driver.do(end) if isinstance(end, m.AgentExited) else driver.hear(sessions["c"], end)
     assert sent(out, m.EndGeneration) == []
+    assert len(sent(out, m.JoinNotice)) == 2
     assert driver.state.lost == {"c"}
     for agent, member in zip("ab", ("a/0", "b/0"), strict=True):
         driver.hear(sessions[agent], m.EndGeneration(1))

@@ -137,6 +137,7 @@ RULES = {
     "LIFE-7": ("a failure exits with code 0", "a signal exits with code 0", "an agent exits before its restarts"),
     "LIFE-8": ("a used device holds up other starts",),
     "LOST": (
+        "a lost spare costs a step",
         "a coordinator's standstill counts",
         "an exit after the end ends no generation",
         "lost before it is fenced",
