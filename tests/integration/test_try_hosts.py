@@ -6,7 +6,7 @@ import asyncio
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -43,7 +43,17 @@ def tried_with(answers: Answer) -> Found:
     return asyncio.run(run())
 
 
+@pytest.fixture
+def may_open_many_files() -> Iterator[None]:
+    """This process has both ends of each connection, and a slow machine closes those of the answers late."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 4096), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 # REACH-1
+@pytest.mark.usefixtures("may_open_many_files")
 def test_agents_that_answer_are_reached_and_a_port_without_one_is_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         unused = port_of(closed)
