@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from elasticgang.process.status_page import StatusPage
+from elasticgang.process.stop_signals import forget_handler
 from elasticgang.protocol.stop_request import is_repeated
 
 _HANDLED = {signal.SIGTERM, signal.SIGHUP}
@@ -57,9 +58,7 @@ class Drain:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held.numbers)
 
     def _forget(self) -> None:
-        for number in _HANDLED:
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, signal.SIG_DFL)
+        forget_handler(self._on_signal)
         self._release()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -559,10 +559,10 @@ class MemberDriver:
     def compare_trained(self) -> None:
         """DRIVER-8. A forward of the step under way is about to begin. Raises MismatchError: this rank trains something
         else than a peer."""
-        own = self._announce_trained(is_known=True)
-        if own is None or (peer := self._peer_to_compare()) is None:
+        trained = self._announce_trained(is_known=True)
+        if trained is None or (peer := self._peer_to_compare()) is None:
             return
-        attempt = self.lifecycle.state.attempt()
+        attempt, own = self.lifecycle.state.attempt(), trained()
         with self._page.in_thread_state(ThreadState.WAITING):
             other = self._state_server.fetch_trained(peer.address, attempt, own, self._is_over)
         if other is not None and (what := difference(own, other)) is not None:
@@ -572,15 +572,16 @@ class MemberDriver:
                 "depend on `step.index`, as by `if step.index >= 100:`."
             )
 
-    def _announce_trained(self, *, is_known: bool) -> Form | None:
+    def _announce_trained(self, *, is_known: bool) -> Callable[[], Form] | None:
         """What this rank trains, once in each attempt; None afterwards, or if all ranks hold the whole model."""
         state = self.lifecycle.state
         if state.record is None or state.record.layout.unit == 1 or self._trained_in == state.attempt():
             return None
         self._trained_in = state.attempt()
-        trained = [list(reducer.trained) if is_known else None for reducer in self.reducers]
-        self._state_server.announce_trained(self._trained_in, functools.partial(_trained_form, trained))
-        return _trained_form(trained) if self._former else ()
+        trained = [reducer.trained if is_known else None for reducer in self.reducers]
+        form = functools.partial(_trained_form, trained)
+        self._state_server.announce_trained(self._trained_in, form)
+        return form
 
     def _warn_of_trained(self) -> None:
         """REGISTERED-11, by the first rank of each stage."""

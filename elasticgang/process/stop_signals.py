@@ -14,6 +14,7 @@ STOP-ALL   Processes that serve a rank or an agent ignore them: each ends with i
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -34,16 +35,17 @@ def ignore_stop_signals_here() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _do_nothing)
             signal.siginterrupt(number, False)
-    os.register_at_fork(after_in_child=_restore_defaults)
+    os.register_at_fork(after_in_child=functools.partial(forget_handler, _do_nothing))
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """A handler."""
 
 
-def _restore_defaults() -> None:
+def forget_handler(handler: Callable[[int, FrameType | None], object]) -> None:
+    """In a forked child: what `handler` handles has its default again."""
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is _do_nothing:
+        if signal.getsignal(number) == handler:
             signal.signal(number, signal.SIG_DFL)
 
 

@@ -7,6 +7,7 @@ INCIDENT-ONCE  A reason is logged once for each host and reason, and counted. At
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -40,6 +41,6 @@ class Incidents:
     def _forget(self) -> bool:
         """Whether there is room for a further pair."""
         until_s = self._clock() - FORGET_S
-        for key in [key for key, noted_s in self._noted_s.items() if noted_s <= until_s]:
+        for key in list(itertools.takewhile(lambda key: self._noted_s[key] <= until_s, self._noted_s)):
             del self._noted_s[key], self.counts[key]
         return len(self.counts) < _MAX_INCIDENTS
