@@ -483,6 +483,7 @@ def test_the_kernel_of_each_end_looks_whether_the_others_host_is_up() -> None:
     serve(test)
 
 
+# CONN-UNREAD
 def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", 1 << 20)
 
