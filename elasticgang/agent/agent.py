@@ -296,7 +296,7 @@ class Agent:
         for instruction in instructions:
             self._carry_out(instruction)
         if self._control is not None:
-            self._control.tell_successors(self._num_successors() > 0)  # after what ranks wait for
+            self._tell_own_facts()  # after what ranks wait for
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -325,6 +325,10 @@ class Agent:
         num = self._num_successors() + self._control_plane.others_have_successors
         for rank in self._ranks.all():
             rank.page.set_successors(num)
+
+    def _tell_own_facts(self) -> None:
+        is_stopping = self._lifecycle.is_stopping
+        self._control_plane.tell(has_successors=self._num_successors() > 0, is_stopping=is_stopping)
 
     @property
     def _control_plane(self) -> ControlPlane:
@@ -522,7 +526,7 @@ class Agent:
                 log.info("%s", line)
             self._numbers.look(now, pages)
             self._stamp_successors()
-            self._control_plane.tell_successors(self._num_successors() > 0)
+            self._tell_own_facts()
             waits = [wait for wait in self._control_plane.facts.waits if wait.agent != self._lifecycle.agent]
             for report in self._hang_monitor.detect(now, pages, waits, finished=self._lifecycle.state.finished):
                 self._spawn_task(self._hang_response.kill(report))

@@ -317,8 +317,8 @@ class ControlPlane:
         failures = (*self._session.facts.failures, ScriptFailure(member, local_rank, step))
         self._tell(replace(self._session.facts, failures=failures[-MAX_FAILURES:]))
 
-    def tell_successors(self, has_successors: bool) -> None:
-        self._tell(replace(self._session.facts, has_successors=has_successors))
+    def tell(self, *, has_successors: bool, is_stopping: bool) -> None:
+        self._tell(replace(self._session.facts, has_successors=has_successors, is_stopping=is_stopping))
 
     def tell_unreached(self, agents: tuple[str, ...]) -> None:
         self._tell(replace(self._session.facts, unreached=agents))

@@ -24,6 +24,10 @@ SERVE-LIMIT    An agent whose record is over the limit of a message (a state dir
 SERVE-LOG      Why a session of a job was closed is logged once for each host and reason.
 SERVE-STOP     The process ends when the state machine raises or a write fails. The state directory and the agents have
                all of its state.
+SERVE-LEAVE    After SIGTERM the process ends once no agent that was signalled too has a session: the ranks that hold
+               the last copy of the state may need a record before they can save it and leave. It waits `REPEATED_S` for
+               those that are signalled a moment later. SIGINT, or a second SIGTERM that is no repetition (REPEAT-1),
+               ends it at once.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import PROTOCOL, Record
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
+from elasticgang.protocol.stop_request import REPEATED_S
 from elasticgang.session.connection import HANDSHAKE_S, Connection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.frames import Payload
@@ -78,6 +83,7 @@ from elasticgang.session.messages import decode_from_agent, decode_from_operator
 
 EXITED_S = 1.2
 _TICK_S = 0.2
+_LEAVE_POLL_S = 0.02
 _PROBE_S = 1.0
 MAX_JOBS = 1024
 MAX_ENDED = 16384
@@ -172,6 +178,18 @@ class CoordinatorServer:
         await self.listener.stop()
         await asyncio.gather(*self._writes, *self._probes, return_exceptions=True)
         self._writer.shutdown()
+
+    async def until_left(self) -> None:
+        """SERVE-LEAVE"""
+        waits_until_s, told = time.monotonic() + REPEATED_S, False
+        while any(job.connections for job in self._jobs.values()):
+            num_stopping = sum(len(job.state.stopping_agents) for job in self._jobs.values())
+            if not num_stopping and time.monotonic() >= waits_until_s:
+                return
+            if num_stopping and not told:
+                told = True
+                self._log("SIGTERM has come to agents too: the coordinator ends after them")
+            await asyncio.sleep(_LEAVE_POLL_S)
 
     def grant(self, job: str) -> Granted | Refused:
         """Grant this coordinator office over `job`, by the word of an operator (see OFFICE). Refused unless the job

@@ -8,7 +8,9 @@ import gc
 import json
 import os
 import resource
+import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +19,9 @@ from typing import Any
 from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
 from elasticgang.coordinator.state_directory import StateDirectory
 from elasticgang.errors import OperationalError, reason_of
-from elasticgang.process.stop_signals import ignore_stop_signals
+from elasticgang.process.stop_signals import STOP_SIGNALS, ignore_stop_signals, release_stop_signals
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
+from elasticgang.protocol.stop_request import is_repeated
 from elasticgang.session.addresses import address_of, listen_failure
 from elasticgang.session.credentials import Credentials, credentials_from_json
 from elasticgang.session.tls_watch import watch_tls
@@ -75,8 +78,14 @@ def prepare_process() -> None:
     collect_rarely()
 
 
-async def serve(options: CoordinatorOptions, log: Callable[[str], None], listening: Callable[[str], None]) -> None:
-    """Lead jobs until the task is cancelled. `listening` is called once, with the address; `log` on any thread.
+async def serve(
+    options: CoordinatorOptions,
+    log: Callable[[str], None],
+    listening: Callable[[str], None],
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Lead jobs until the task is cancelled, or `stop` is set and no agent needs this coordinator to leave
+    (SERVE-LEAVE). `listening` is called once, with the address; `log` on any thread.
 
     Raises:
         OperationalError: the address or the state directory cannot be used, or the server has failed (SERVE-STOP).
@@ -84,12 +93,12 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
     host = options.host
     options.credentials.check_address(host, f"the coordinator listens on loopback only, not on {host!r}")
     directory = None if options.state_dir is None else StateDirectory(options.state_dir)
-    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(error: BaseException) -> None:
-        if not failed.done():
+        if not over.done():
             reason = reason_of(error) if isinstance(error, OSError) else error
-            failed.set_exception(OperationalError(f"the coordinator failed: {reason}"))
+            over.set_exception(OperationalError(f"the coordinator failed: {reason}"))
 
     try:
         server_options = ServerOptions(
@@ -105,15 +114,50 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
     except OSError as exc:
         raise OperationalError(listen_failure(host, options.port, exc)) from exc
     tls_watch = watch_tls(options.credentials.tls, lambda news: log(news.text))
+    stopping: asyncio.Task[None] | None = None
     try:
         listening(address_of(host, port))
-        await failed
+        if stop is not None:
+            stopping = asyncio.create_task(_stop(stop, server, over))
+        await over
     finally:
+        if stopping is not None:
+            stopping.cancel()
         if tls_watch is not None:
             tls_watch.stop()
         await server.stop()
         if directory is not None:
             directory.close()
+
+
+async def serve_until_signalled(
+    options: CoordinatorOptions, log: Callable[[str], None], listening: Callable[[str], None]
+) -> None:
+    """`serve` in a process of its own, which holds the stop signals (STOP-HELD). They end it (SERVE-LEAVE)."""
+    loop, stop, signalled_s = asyncio.get_running_loop(), asyncio.Event(), 0.0
+    serving = asyncio.ensure_future(serve(options, log, listening, stop))
+
+    def on_signal(number: int) -> None:
+        nonlocal signalled_s
+        if not stop.is_set() and number != signal.SIGINT:
+            signalled_s = time.monotonic()
+            stop.set()
+        elif number == signal.SIGINT or not is_repeated(time.monotonic() - signalled_s):
+            serving.cancel()
+
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # STOP-HUP
+            loop.add_signal_handler(number, on_signal, number)
+    release_stop_signals()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+async def _stop(stop: asyncio.Event, server: CoordinatorServer, over: asyncio.Future[None]) -> None:
+    await stop.wait()
+    await server.until_left()
+    if not over.done():
+        over.set_result(None)
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import ipaddress
 import os
-import signal
 import socket
 import sys
 import uuid
@@ -23,7 +22,6 @@ from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
 from elasticgang.process.priority import raise_priority, weigh_own_session
-from elasticgang.process.stop_signals import release_stop_signals
 from elasticgang.session.credentials import Credentials
 from elasticgang.watch import registry, serving
 
@@ -156,18 +154,10 @@ def _list_job(held: contextlib.ExitStack, job: str, log_dir: str | None, output:
 
 
 def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
-    from elasticgang.coordinator.server import CoordinatorOptions, prepare_process, serve
+    from elasticgang.coordinator.server import CoordinatorOptions, prepare_process, serve_until_signalled
 
     state_dir = args.state_dir and Path(args.state_dir)
     options = CoordinatorOptions(args.host, args.port, credentials, state_dir or None, advertise=args.advertise or "")
-
-    async def run() -> None:
-        serving = asyncio.ensure_future(serve(options, log, listening))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
-        release_stop_signals()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
 
     def listening(address: str) -> None:
         output.print_line(f"coordinator listening on {address}")
@@ -181,7 +171,7 @@ def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
     raise_priority()
     prepare_process()
     try:
-        asyncio.run(run())
+        asyncio.run(serve_until_signalled(options, log, listening))
     except OperationalError as exc:
         output.write_line(f"elasticgang: error: {exc}")
         return 2

@@ -205,6 +205,11 @@ class AgentLifecycle:
         """The device on which the rank starts next. None: it starts no more (DEVICE-2)."""
         return self._devices.of(local_rank)
 
+    @property
+    def is_stopping(self) -> bool:
+        """A signal has asked the agent to end."""
+        return bool(self._signal)
+
     def is_retired(self, member: str) -> bool:
         return member in self._retired
 

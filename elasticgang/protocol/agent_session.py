@@ -222,7 +222,7 @@ class AgentSession:
     def _tell_facts(self) -> Instructions:
         """FACTS-ALONE, RESEND."""
         is_alone = self.decision is not None and self.decision.record.agents == (self.agent,)
-        facts = NO_FACTS if is_alone else self.facts
+        facts = self.facts.alone() if is_alone else self.facts
         if not self.is_welcome or facts == self._told:
             return []
         self._told = facts

@@ -281,6 +281,11 @@ class CoordinatorState:
         return self._facts.by_agent
 
     @property
+    def stopping_agents(self) -> list[str]:
+        """Those with a session that a signal has asked to end (SERVE-LEAVE)."""
+        return [agent for agent in self._session_of if self.agent_facts.get(agent, NO_FACTS).is_stopping]
+
+    @property
     def job_facts(self) -> JobFacts:
         """What the sessions were sent last."""
         return self._facts.sent

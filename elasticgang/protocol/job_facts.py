@@ -11,8 +11,8 @@ FACTS-JOB    The coordinator sends a job's facts as a whole: to each new session
              have the first two failures, none of which is taken back; of members that wait, the furthest in each
              group; of successors, whether there are any.
 FACTS-TICK   The coordinator sends waits on a tick alone. They change often where steps are long.
-FACTS-ALONE  An agent that takes part alone tells no facts. Nobody needs them, and its own ranks would wait for
-             successors that have their seats by now.
+FACTS-ALONE  An agent that takes part alone tells no facts but that it stops. Nobody needs them, and its own ranks would
+             wait for successors that have their seats by now.
 FACTS-RECENT An agent that loses its session counts the successors that it knew for `RECENT_S` more. It may open another
              one in a moment, and so may others whose coordinator was started again; until then the last holder of a
              shard would leave (MEMBER-6).
@@ -60,12 +60,18 @@ class ScriptFailure:
 @value(frozen=True)
 class AgentFacts:
     """`has_successors`: ranks of the agent without a seat could get one. `waits`: those that last. `failures`: the
-    newest. `unreached`: agents whose hosts this one does not reach (REACH-1); the coordinator alone learns it."""
+    newest. The coordinator alone learns the rest. `unreached`: agents whose hosts this one does not reach (REACH-1).
+    `is_stopping`: a signal has asked the agent to end (SERVE-LEAVE)."""
 
     has_successors: bool = False
     waits: tuple[Wait, ...] = ()
     failures: tuple[ScriptFailure, ...] = ()
     unreached: tuple[str, ...] = ()
+    is_stopping: bool = False
+
+    def alone(self) -> AgentFacts:
+        """FACTS-ALONE."""
+        return AgentFacts(is_stopping=self.is_stopping)
 
 
 @value(frozen=True)

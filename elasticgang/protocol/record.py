@@ -22,7 +22,7 @@ from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record_form import RecordForm, canonical_json, parse_lines, spans_of, spans_of_agent
 
-PROTOCOL = 28
+PROTOCOL = 29
 
 ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 

@@ -241,7 +241,7 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
 def _agent_facts_to_json(facts: AgentFacts) -> list[Any]:
     waits = [[wait.generation, wait.group, wait.reached] for wait in facts.waits]
     failures = [[each.member, each.local_rank, each.step] for each in facts.failures]
-    return [facts.has_successors, waits, failures, facts.unreached]
+    return [facts.has_successors, waits, failures, facts.unreached, facts.is_stopping]
 
 
 def _job_facts_to_json(facts: JobFacts) -> list[Any]:
@@ -260,7 +260,7 @@ def _failure(member: Any, local_rank: Any, step: Any, agent: str = "") -> Script
     return ScriptFailure(_name(member), _number(local_rank), _number(step), agent)
 
 
-def _agent_facts(has_successors: Any, waits: Any, failures: Any, unreached: Any) -> AgentFacts:
+def _agent_facts(has_successors: Any, waits: Any, failures: Any, unreached: Any, is_stopping: Any) -> AgentFacts:
     if len(waits) > MAX_WAITS or len(failures) > MAX_FAILURES:
         raise ValueError("an agent has too many facts")
     return AgentFacts(
@@ -268,6 +268,7 @@ def _agent_facts(has_successors: Any, waits: Any, failures: Any, unreached: Any)
         tuple(_wait(generation, group, reached) for generation, group, reached in waits),
         tuple(_failure(member, local_rank, step) for member, local_rank, step in failures),
         tuple(map(_name, _texts(unreached))),
+        _flag(is_stopping),
     )
 
 

@@ -31,7 +31,7 @@ def check_session(host: Host) -> None:
         return
     facts = session.facts
     if facts != NO_FACTS and session.decision is not None and session.decision.record.agents == (session.agent,):
-        facts = NO_FACTS  # FACTS-ALONE
+        facts = facts.alone()  # FACTS-ALONE
     told = state.agent_facts.get(session.agent, NO_FACTS)
     if told != facts:
         raise Violation(f"TOLD-1: {coordinator.name} knows {told} of {host.name}, which has {facts}")

@@ -292,7 +292,7 @@ class Host:
             if self.alive:
                 self._follow(cluster, instruction)
         # After what ranks wait for.
-        self.tell_successors(cluster, self.num_successors if instructions else num_successors)
+        self.tell(cluster, has_successors=(self.num_successors if instructions else num_successors) > 0)
         cluster.finished = cluster.finished or agent_state.finished
         record = agent_state.record
         if before is not None and record is not before and (record is None or record.generation <= before.generation):
@@ -356,13 +356,13 @@ class Host:
         """One that stands still is reached: its system accepts connections."""
         return any(cluster.reaches(self.name, host.name) for host in cluster.hosts_of(agent))
 
-    def tell_successors(self, cluster: Cluster, num_successors: int) -> None:
-        has_successors = num_successors > 0
-        if has_successors != self.session.facts.has_successors:
-            self._tell(cluster, replace(self.session.facts, has_successors=has_successors))
+    def tell(self, cluster: Cluster, *, has_successors: bool) -> None:
+        is_stopping = self.agent.is_stopping
+        self._tell(cluster, replace(self.session.facts, has_successors=has_successors, is_stopping=is_stopping))
 
     def _tell(self, cluster: Cluster, facts: AgentFacts) -> None:
-        host_session.do(self, cluster, Notify(facts))
+        if facts != self.session.facts:
+            host_session.do(self, cluster, Notify(facts))
 
     def _broadcast_over(self, cluster: Cluster, end: EndGeneration) -> None:
         if end.generation > self.newest_over:

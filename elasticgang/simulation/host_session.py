@@ -80,7 +80,7 @@ def tick(host: Host, cluster: Cluster) -> None:
     while host.alive and host.tries and not host.is_slow:
         host.try_hosts(cluster)
     if host.alive and host.is_watched:
-        host.tell_successors(cluster, host.stamp_successors(cluster))
+        host.tell(cluster, has_successors=host.stamp_successors(cluster) > 0)
     deadline_s = host.agent.deadline_s
     if host.alive and deadline_s is not None and deadline_s <= host.clock_s(cluster) + host.ahead_s:
         host.handle(cluster, events.TimePassed())

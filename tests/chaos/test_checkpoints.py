@@ -13,12 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import pytest
 
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.train.data import GlobalBatch
 from elasticgang.watch.summary import Summary
+from tests.chaos.several import Coordinator
 from tests.support import REPOSITORY, Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several jobs, one after another
@@ -164,6 +166,35 @@ def test_sigterm_loses_no_step_of_a_job_with_checkpoints(tmp_path: Path, numbers
         assert running.wait() == 0, running.stderr
         assert f"; continues at the checkpoint of step {committed}; " in running.stderr
     assert results(tmp_path) == {alone(steps, "64")}
+
+
+# SERVE-LEAVE
+@pytest.mark.parametrize("spares", [[], ["--spares", "1"]], ids=["", "spare"])
+def test_a_coordinator_that_gets_sigterm_with_its_agents_ends_after_them(tmp_path: Path, spares: list[str]) -> None:
+    """As where a whole service is stopped. Without it, the last holders of the state would wait for the spares."""
+    steps, every = 1000, 50
+    (tmp_path / "hold").write_text(str(every + 5))
+    (tmp_path / "coordinator").mkdir()
+    with contextlib.ExitStack() as stack:
+        coordinator = stack.enter_context(Coordinator(tmp_path / "coordinator"))
+        options = ["--coordinator", coordinator.address, "--nnodes", "2:2", "--job-id", "job", "--grace-period", "60"]
+        agents = [
+            stack.enter_context(job(tmp_path, name, 2, steps=steps, every=str(every), options=[*options, *spares]))
+            for name in ("one", "other")
+        ]
+        wait_until(lambda: newest(tmp_path) == every, "a checkpoint")
+        coordinator.process.send_signal(signal.SIGTERM)
+        for process in [each for agent in agents for each in agent.processes()]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # the first ones may have left by now
+                process.send_signal(signal.SIGTERM)
+        for agent in agents:
+            agent.expect("signal")
+        (tmp_path / "hold").unlink()
+        assert [agent.wait() for agent in agents] == [128 + signal.SIGTERM] * 2, agents[0].stderr + agents[1].stderr
+        assert coordinator.wait() == 0, coordinator.stderr
+    committed = max(int(step) for path in tmp_path.glob("steps-*") for step in path.read_text().split()) + 1
+    assert newest(tmp_path) == committed
+    assert committed > every
 
 
 def test_a_job_that_was_killed_whole_goes_on_at_the_checkpoint_of_a_url_with_other_ranks(tmp_path: Path) -> None:

@@ -335,11 +335,11 @@ def test_agents_tell_each_other_in_which_step_a_script_has_failed() -> None:
 # CONTROL-2
 def test_successors_of_another_agent_count_while_there_is_a_session() -> None:
     async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
-        one.control_plane.tell_successors(True)
+        one.control_plane.tell(has_successors=True, is_stopping=False)
         await other.until(lambda: other.control_plane.facts.have_successors)
-        one.control_plane.tell_successors(False)
+        one.control_plane.tell(has_successors=False, is_stopping=False)
         await other.until(lambda: not other.control_plane.facts.have_successors)
-        one.control_plane.tell_successors(True)
+        one.control_plane.tell(has_successors=True, is_stopping=False)
         await other.until(lambda: other.control_plane.facts.have_successors)
         await coordinator.stop()
         await other.until(lambda: not other.control_plane.facts.have_successors)
@@ -356,11 +356,11 @@ def test_facts_end_with_a_session_also_of_a_coordinator_that_does_not_lead_the_j
         await coordinator.stop()
         await other.stop()  # its promise is missing
         await one.until(lambda: "coordinator unreachable" in one.logged)
-        one.control_plane.tell_successors(True)
+        one.control_plane.tell(has_successors=True, is_stopping=False)
         await coordinator.start(founds=False)
         await one.until(lambda: one.control_plane.facts.have_successors)
         await coordinator.stop()
-        one.control_plane.tell_successors(False)
+        one.control_plane.tell(has_successors=False, is_stopping=False)
         await coordinator.start(founds=False)
         await one.until(lambda: not one.control_plane.facts.have_successors)
 
@@ -398,7 +398,7 @@ def test_an_agent_that_takes_part_alone_tells_no_facts() -> None:
             await one.start()
             await one.enters(1)
             await other.start()
-            one.control_plane.tell_successors(True)
+            one.control_plane.tell(has_successors=True, is_stopping=False)
             one.control_plane.broadcast_join(1)
             await other.until(lambda: "join noticed" in other.logged)  # it would come after
             assert not other.control_plane.facts.have_successors

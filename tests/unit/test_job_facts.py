@@ -336,6 +336,21 @@ def test_an_agent_that_takes_part_alone_tells_no_facts() -> None:
     assert AgentFacts() not in told(session.handle(m.Answer(m.Push(both)), 0.0))
     assert AgentFacts() in told(session.handle(m.Answer(m.Push(alone)), 0.0))
     assert told(session.handle(m.Notify(failed(5)), 0.0)) == []
+    stopping = replace(failed(5), is_stopping=True)  # its coordinator ends after it (SERVE-LEAVE)
+    assert told(session.handle(m.Notify(stopping), 0.0)) == [AgentFacts(is_stopping=True)]
+
+
+# SERVE-LEAVE
+def test_a_coordinator_knows_which_agents_with_a_session_are_stopping() -> None:
+    driver = Driver(granted=True)
+    a, b = driver.open("a"), driver.open("b")
+    driver.hear(a, AgentFacts(is_stopping=True))
+    assert driver.state.stopping_agents == ["a"]
+    driver.hear(b, AgentFacts(is_stopping=True))
+    driver.hear(a, AgentFacts())
+    assert driver.state.stopping_agents == ["b"]
+    driver.hear(b, m.Goodbye())
+    assert driver.state.stopping_agents == []
 
 
 # FACTS-WHOLE
