@@ -50,7 +50,8 @@ MANAGER-21  A rank whose heals get no further ends with an error once they have 
     wait for it in each step. Those that fail in less than `LATE_S`, or have no turn (FETCH-12), do not count. Nor does
     what comes again because a step has changed it: a heal gets further if more of one state is here than ever before.
 MANAGER-22  With durable checkpoints, the ranks save the state as MANAGER-12 says also at a boundary at which all that
-    hold some part of it leave. If the generation ends meanwhile, those that leave do not wait any more.
+    hold some part of it leave. If the generation ends meanwhile and the state is not saved, they take part in the next
+    one, and leave as of a vote there.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ class MemberLifecycle:
 
     def at_boundary(self, num_steps: int) -> Next:
         state = self.state
-        if self._saves_before_loss and not self._is_over:
-            return Next.SAVE
+        if self._saves_before_loss:
+            return Next.REGROUP if self._is_over else Next.SAVE
         if self._is_leaving:
             return Next.LEAVE
         if self._loads and not self._is_over:
@@ -554,7 +555,7 @@ class MemberLifecycle:
         """
         state, error = self.state, self.observed.error
         self._regroups = True  # until it has entered
-        self._loses_part = False
+        self._may_leave = self._loses_part = False
         yield Do.LEAVE_GENERATION  # MANAGER-9
         if self._num_quick >= _NUM_AT_ONCE:  # MANAGER-17
             delay_s = min(2.0 ** (self._num_quick - _NUM_AT_ONCE), MAX_DELAY_S)

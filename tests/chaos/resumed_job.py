@@ -4,7 +4,8 @@ of ranks, it ends in the bits of a run alone.
 `python resumed_job.py DIRECTORY STEPS EVERY`. EVERY: a number of steps, or of seconds, as `0.5s`. It appends the index
 of each committed step to `steps-PID`, and writes `done-LOCAL_RANK` with the digest of its parameters. It waits in the
 step that stands in the file `hold`, while that is there. With APART in the environment, each rank has a directory of
-checkpoints of its own. With DIE_IN_LAST, the first rank that has copied its share of the final state is killed. With
+checkpoints of its own. With DIE_IN_LAST, the first rank that has copied its share of the final state, or of
+the one with which it leaves, is killed. With
 AWAIT_SAVES, no step ends while a save is under way, so that none is left out. SIZE and SAMPLES: of the global batch. It
 appends the samples of its slots of committed steps to `samples-PID`.
 """
@@ -89,7 +90,7 @@ def main() -> None:
     if os.environ.get("DIE_IN_LAST"):
 
         def die_once() -> None:
-            if manager.committed_steps == num_steps:
+            if manager.committed_steps == num_steps or manager.leave_requested:
                 with contextlib.suppress(FileExistsError), open(here / "died", "x"):
                     os.kill(os.getpid(), signal.SIGKILL)
 

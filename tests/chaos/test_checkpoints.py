@@ -168,6 +168,23 @@ def test_sigterm_loses_no_step_of_a_job_with_checkpoints(tmp_path: Path, numbers
     assert results(tmp_path) == {alone(steps, "64")}
 
 
+# MANAGER-22
+def test_a_death_during_the_save_before_the_last_ranks_leave_loses_no_step(tmp_path: Path) -> None:
+    """The others take another step without the rank, and save that."""
+    steps, every = 1000, 50
+    (tmp_path / "hold").write_text(str(every + 5))
+    options = ["--grace-period", "60"]
+    with job(tmp_path, "job", 3, steps=steps, every=str(every), options=options, die_in_last="1") as running:
+        wait_until(lambda: newest(tmp_path) == every, "a checkpoint")
+        running.process.send_signal(signal.SIGTERM)
+        running.expect("signal")
+        (tmp_path / "hold").unlink()
+        assert running.wait() == 128 + signal.SIGTERM, running.stderr
+    assert (tmp_path / "died").exists()
+    committed = max(int(step) for path in tmp_path.glob("steps-*") for step in path.read_text().split()) + 1
+    assert newest(tmp_path) == committed
+
+
 # SERVE-LEAVE
 @pytest.mark.parametrize("spares", [[], ["--spares", "1"]], ids=["", "spare"])
 def test_a_coordinator_that_gets_sigterm_with_its_agents_ends_after_them(tmp_path: Path, spares: list[str]) -> None:

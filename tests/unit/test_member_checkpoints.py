@@ -161,16 +161,27 @@ def test_the_state_is_saved_before_the_last_that_hold_it_leave() -> None:
 
 # MANAGER-22
 @pytest.mark.parametrize("draining", [True, False])
-def test_a_death_during_that_save_is_waited_for_by_nobody_that_leaves(draining: bool) -> None:
+def test_after_a_death_during_that_save_the_ranks_leave_as_of_another_vote(draining: bool) -> None:
     driver = voted(draining=draining, num_going=2)
     lifecycle = driver.lifecycle
     outcomes = {"SAVE_LAST": (True, False), "AWAIT_SUMS root": LOST, "IS_SAVED": False}
     assert driver.run(lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
     lifecycle.observed = Observed(LOST, draining=draining)
-    assert lifecycle.at_boundary(NUM_STEPS) is (Next.LEAVE if draining else Next.REGROUP)
-    if not draining:
-        driver.enter(record(ACTIVE, 2, Attempt(1, 1)))
-        assert lifecycle.at_boundary(NUM_STEPS) is Next.STEP
+    assert lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
+    driver.enter(record(ACTIVE, 2, Attempt(1, 1)))
+    assert lifecycle.at_boundary(NUM_STEPS) is Next.STEP
+    assert driver.step({"AWAIT_SUMS control": [0.0, 0, 0, 2, 4, 4, 0, 2 * draining]})
+    assert lifecycle.at_boundary(NUM_STEPS) is (Next.SAVE if draining else Next.STEP)
+
+
+# MANAGER-22
+def test_a_death_after_that_save_keeps_nobody_that_leaves() -> None:
+    driver = voted(draining=True, num_going=2)
+    lifecycle = driver.lifecycle
+    outcomes = {"SAVE_LAST": (True, False), "AWAIT_SUMS root": LOST, "IS_SAVED": True}
+    assert driver.run(lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
+    lifecycle.observed = Observed(LOST, draining=True)
+    assert lifecycle.at_boundary(NUM_STEPS) is Next.LEAVE
 
 
 # MANAGER-22
