@@ -319,7 +319,7 @@ class Agent:
 
     def _num_successors(self) -> int:
         """Ranks of this host that could replace a draining one."""
-        return self._lifecycle.num_successors([r.member for r in self._ranks.all() if r.page.draining])
+        return self._lifecycle.state.num_successors([r.member for r in self._ranks.all() if r.page.draining])
 
     def _stamp_successors(self) -> None:
         num = self._num_successors() + self._control_plane.others_have_successors

@@ -224,7 +224,6 @@ def become_subreaper() -> None:
 def main(argv: Sequence[str]) -> int:
     """The server process. Exits with its owner; returns only in the processes that it forks."""
     control_fd, owner_pid, preload = int(argv[1]), int(argv[2]), argv[3:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     hold_stop_signals()  # STOP-ALL; for good: what it forks delivers its own
     _set_name("eg-forkserver")
     signal_at_parent_death(signal.SIGKILL)  # it does not watch the owner's pidfd while it imports

@@ -113,6 +113,11 @@ class StartExpired:
 
 
 @value(frozen=True)
+class StartsStopped:
+    """A signal has arrived: no rank starts any more, whatever was decided (LIFE-1)."""
+
+
+@value(frozen=True)
 class PeerNotice:
     """A notice of another agent: `generation` is over because of `cause`, or (`over` false) a rank waits to join it."""
 
@@ -188,6 +193,7 @@ Event = (
     | ExitBegan
     | Exited
     | StartExpired
+    | StartsStopped
     | PeerNotice
     | PeerFailed
     | StateDiffers

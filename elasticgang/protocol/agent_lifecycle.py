@@ -26,7 +26,6 @@ from __future__ import annotations
 import enum
 import signal
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from elasticgang.protocol.agent_events import (
@@ -62,6 +61,7 @@ from elasticgang.protocol.agent_events import (
     Started,
     StartExpired,
     StartRank,
+    StartsStopped,
     StopHelpers,
     TimePassed,
 )
@@ -195,11 +195,6 @@ class AgentLifecycle:
     def num_coming(self) -> int:
         """Ranks that are starting or scheduled to start."""
         return (self._forking is not None) + len(self._to_start) + len(self._delayed)
-
-    def num_successors(self, draining: Collection[str]) -> int:
-        """As of `AgentState`; none once no rank starts any more (LIFE-1): the last holders of a part would wait for a
-        restart that a signal has dropped."""
-        return 0 if self._is_over else self.state.num_successors(draining)
 
     def device_of(self, local_rank: int) -> int | None:
         """The device on which the rank starts next. None: it starts no more (DEVICE-2)."""
@@ -422,7 +417,8 @@ class AgentLifecycle:
         self._signal, self._signalled_s = number, self._now_s
         if self._grace_ends_s is None:
             self._grace_ends_s = self._now_s + self._options.grace_period_s
-        return [*done, SignalRanks(tuple(self._members), number, drains)]
+        stopped = self.state.handle(StartsStopped())
+        return [*done, SignalRanks(tuple(self._members), number, drains), *(stopped if drains else [])]
 
     def _notify_over(self, how: str) -> list[AgentInstruction]:
         """Notify the other agents before their ranks' connections to the ranks here break."""

@@ -20,8 +20,9 @@ AGENT-8  A member that begins to exit is killed, and is treated as dead: its gen
     begin. The agent notifies the other members first, because the end of its processes takes a core from them, and
     requests a record only after the kill. The member is restarted only once it is gone, with all its memory.
 AGENT-9  With fallback layouts, a report says how many ranks are being started, so that the layout in force waits for
-    them; after `StartExpired` it says none. A member whose loop an exception has left counts from then on: it is
-    restarted once it has exited, which takes longer than the next record.
+    them; after `StartExpired` it says none, and after `StartsStopped` none that is yet to be forked. A member whose
+    loop an exception has left counts from then on: it is restarted once it has exited, which takes longer than the next
+    record.
 AGENT-10  A member that has finished its steps and is killed from outside has not done all that its script does after
     them, such as saving the model. The others go on to their end, but the job does not end with exit code 0.
 AGENT-11  If the job's state is lost while members run that have left their loop, such as by `break`, these go on to
@@ -75,6 +76,7 @@ from elasticgang.protocol.agent_events import (
     RetryDue,
     Started,
     StartExpired,
+    StartsStopped,
     StateDiffers,
     TellUnreached,
     TryHosts,
@@ -179,6 +181,7 @@ class AgentState:
     _num_restarts: int = 0
     _waits_for_start: bool = True
     _starts_are_late: bool = False
+    _has_stopped_starts: bool = False
     _early_deaths: dict[int, int] = field(default_factory=dict)
     _num_not_started: int = 0  # in a row
     _num_steps: int = 0
@@ -232,6 +235,9 @@ class AgentState:
             case StartExpired():
                 self._waits_for_start, self._starts_are_late = False, True
                 return self._request_if_ready()
+            case StartsStopped():
+                self._has_stopped_starts = True
+                return []
             case PeerNotice():
                 return self._peer_noticed(event)
             case PeerFailed(agent, member, local_rank, step):
@@ -286,8 +292,8 @@ class AgentState:
 
     def num_successors(self, draining: Collection[str]) -> int:
         """How many ranks without a seat could get one: those that start, restart or wait, or exit and restart then,
-        except `draining`."""
-        if self.finished:
+        except `draining`. None once no rank starts any more (LIFE-1): the last holders of a part would wait for it."""
+        if self.finished or self.lost or self._has_stopped_starts:
             return 0
         waiting = [rank for member, rank in self._ranks.items() if member not in draining]
         return self._num_to_start + sum([rank.phase in _WAITING or rank.restarts for rank in waiting])
@@ -298,13 +304,16 @@ class AgentState:
         layout = self._layout
         if layout is None or not layout.fallback or self.finished:
             return 0
+        restart = not self._has_stopped_starts
         ranks = self._ranks.values()
-        return self._num_to_start + sum([rank.phase is _Phase.STARTING or rank.restarts for rank in ranks])
+        return self._num_to_start + sum(
+            [rank.phase is _Phase.STARTING or (restart and rank.restarts) for rank in ranks]
+        )
 
     @property
     def _num_to_start(self) -> int:
         """Starts and restarts still to come."""
-        return max(0, self._num_processes + self._num_restarts - self._num_started)
+        return 0 if self._has_stopped_starts else max(0, self._num_processes + self._num_restarts - self._num_started)
 
     @property
     def _num_processes(self) -> int:

@@ -140,7 +140,7 @@ class Host:
 
     @property
     def num_successors(self) -> int:
-        return self.agent.num_successors([rank.name for rank in self.ranks if rank.draining])
+        return self.agent_state.num_successors([rank.name for rank in self.ranks if rank.draining])
 
     def stamp_successors(self, cluster: Cluster) -> int:
         """Returns how many of them are its own."""

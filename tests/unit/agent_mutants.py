@@ -205,6 +205,10 @@ AGENT_MUTANTS = {
         ((AgentLifecycle, "_awaits_starts", False),),
         test_reshape.test_ranks_that_are_being_started_are_late_after_the_start_timeout,
     ),
+    "a signal stops no start": UnitMutant(
+        ((AgentState, "_has_stopped_starts", property(always(False), always(None))),),
+        lambda: test_reshape.test_a_layout_waits_for_no_restart_that_a_signal_has_dropped(False),
+    ),
     "a script that never worked is tried again": UnitMutant(
         ((Restarts, "failed", _failed_as_if_committed),),
         lambda: test_restarts.test_restart_1_a_rank_that_has_committed_nothing_ends_the_job(5),

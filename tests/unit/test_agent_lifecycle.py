@@ -359,10 +359,10 @@ def test_the_first_sigterm_drains_whether_or_not_other_agents_go_on(others: list
 def test_nobody_stays_for_a_restart_that_a_signal_has_dropped() -> None:
     host = running()
     host.exits("a1")
-    assert host.agent.num_successors([]) == 1
+    assert host.agent.state.num_successors([]) == 1
     host.gets(signal.SIGTERM)
     assert host.agent.num_coming == 0
-    assert host.agent.num_successors(["a0"]) == 0
+    assert host.agent.state.num_successors(["a0"]) == 0
 
 
 def test_a_draining_agent_starts_no_rank_and_ends_one_whose_fork_is_under_way() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -486,6 +487,26 @@ def test_a_rank_that_is_restarted_against_expectation_is_told_of() -> None:
     assert host.state.num_successors([]) == 1
     assert RequestRecord() in host.raises("a1", 3)
     assert host.state.report().num_starting == 1
+
+
+# AGENT-9, LIFE-1
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_layout_waits_for_no_restart_that_a_signal_has_dropped(raised: bool) -> None:
+    """Else the other ranks, which drain, would wait for a record until their grace period ends, and save nothing."""
+    host = LifecycleHost(2)
+    host(CoordinatorConnected("host", "127.0.0.1:7"))
+    host.start("a0", "a1")
+    host.asks("a0", layout=LAYOUT)
+    host.asks("a1", layout=LAYOUT)
+    host(RecordAnswered(replace(record_of("a0", "a1"), layout=PAIR, layouts=LAYOUT.options, digest="")))
+    if raised:
+        host(MemberLeft("a1", finished=False, raised=True))
+    else:
+        host.exits("a1")
+    host.asks("a0", layout=LAYOUT)
+    assert host.agent.state.report().num_starting == 1
+    assert RequestRecord() in host.gets(signal.SIGTERM)
+    assert host.agent.state.report().num_starting == 0
 
 
 # AGENT-9

@@ -39,6 +39,7 @@ RULES = {
         "a rank that raises is not waited for",
         "no layout waits for ranks that start",
         "ranks that start are never late",
+        "a signal stops no start",
     ),
     "AGENT-10": ("a kill after the last step is nothing",),
     "AGENT-11": ("a lost state ends ranks that have left their loop",),
