@@ -394,6 +394,9 @@ class Agent:
                 for rank in self._ranks.of(members):
                     rank.kill()
             case SignalRanks(members, number, drains):
+                if drains and members:
+                    when = f"at a step boundary, within {self._lifecycle.grace_s:g} s (--grace-period)"
+                    self._output.write_line(f"elasticgang: {signal.Signals(number).name}: the ranks leave {when}")
                 for rank in self._ranks.of(members):
                     rank.page.mark_draining() if drains else rank.page.mark_job_ending()
                     rank.send(number)

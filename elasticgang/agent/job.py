@@ -62,7 +62,7 @@ class Job:
     max_restarts: int = 3
     devices: tuple[int, ...] = ()
     max_device_faults: int = 2
-    grace_period: float = 1.0
+    grace_period: float | None = None
     collective_timeout: float = 60.0
     hang_timeout: float | None = None
     coordinator_timeout: float = 300.0

@@ -450,11 +450,11 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--grace-period",
         type=_seconds,
-        default=1.0,
         metavar="SECONDS",
-        help="time from SIGINT or SIGTERM to this command, which forwards it to the ranks, until it kills them. On "
-        "SIGTERM a rank finishes its step and leaves; with checkpoints, the last ones save the state before (default: "
-        "%(default)g)",
+        help="time from SIGINT or SIGTERM to this command, which forwards it to the ranks, until it kills them. On the "
+        "first SIGTERM a rank finishes its step and leaves; with checkpoints, the last ones save the state before. "
+        "Let systemd, Docker or Kubernetes wait longer than that (default: 30 after the first SIGTERM, 1 after another "
+        "signal)",
     )
     run.add_argument(
         "--collective-timeout",

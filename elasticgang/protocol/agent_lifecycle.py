@@ -12,7 +12,8 @@ LIFE-3  A restart waits until a survivor has entered the next generation, `ENTER
 LIFE-4  The agent kills a retired member that has not exited after `RETIRE_TIMEOUT_S`, at once if it never requested a
         record; and a member whose script has raised and that has not exited after `EXIT_TIMEOUT_S`.
 LIFE-5  The first SIGTERM drains, once there is a record. Another signal, or a second one that is no repetition
-        (REPEAT-1), stops the ranks. The agent exits `grace_period_s` after the first signal at the latest.
+        (REPEAT-1), stops the ranks. The agent exits a grace period after each signal at the latest: `LEAVE_S` where the
+        ranks drain, which takes a step and perhaps a save, and `END_S` where they stop, unless the user says how long.
 LIFE-6  When the lease expires, the agent kills all ranks and decides nothing else until every one has exited and no
         fork is under way. Then it rejoins under a new id; its `Hello` says that the old one has ended.
 LIFE-7  The agent exits once no rank runs, starts or waits for its restart. The code is 128 + N after signal N, else
@@ -77,12 +78,15 @@ COMMIT_TIMEOUT_S = 0.05
 DEVICE_POLL_S = 0.05
 RETIRE_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 10.0  # after an exception
+LEAVE_S = 30.0
+END_S = 1.0
 
 
 @dataclass(frozen=True)
 class AgentOptions:
     """`num_spares`: processes beyond `num_ranks`. `max_agents`: 0 for no limit. `devices`: see `Devices`.
-    `max_device_faults`: of each device in an hour, after which its rank is restarted on it."""
+    `max_device_faults`: of each device in an hour, after which its rank is restarted on it. `grace_period_s`: of any
+    signal (LIFE-5)."""
 
     job: str
     num_ranks: int
@@ -92,7 +96,7 @@ class AgentOptions:
     max_restarts: int = 3
     devices: tuple[int, ...] = ()
     max_device_faults: int = 2
-    grace_period_s: float = 1.0
+    grace_period_s: float | None = None
 
 
 class _Phase(enum.Enum):
@@ -138,6 +142,7 @@ class AgentLifecycle:
         self._has_started_all = False  # whether the first start of all ranks is complete
         self._start_expires_s: float | None = None
         self._kill_at_s: dict[str, float] = {}
+        self.grace_s = 0.0  # of the signal that ends the agent first
         self._grace_ends_s: float | None = None
         self._signal = 0
         self._signalled_s = 0.0
@@ -298,7 +303,7 @@ class AgentLifecycle:
 
     def _time_passed(self) -> list[AgentInstruction]:
         if self._grace_ends_s is not None and self._grace_ends_s <= self._now_s:
-            why = f": {len(self._members)} of its ranks had not left within {self._options.grace_period_s:g} s"
+            why = f": {len(self._members)} of its ranks had not left within {self.grace_s:g} s"
             return self._exit(self._code, why if self._members else "")
         done: list[AgentInstruction] = []
         if self._start_expires_s is not None and self._start_expires_s <= self._now_s:
@@ -415,8 +420,9 @@ class AgentLifecycle:
         if is_serving and not drains:
             self._phase = _Phase.ENDING
         self._signal, self._signalled_s = number, self._now_s
-        if self._grace_ends_s is None:
-            self._grace_ends_s = self._now_s + self._options.grace_period_s
+        grace_s = self._options.grace_period_s or (LEAVE_S if drains else END_S)
+        if self._grace_ends_s is None or self._now_s + grace_s < self._grace_ends_s:
+            self.grace_s, self._grace_ends_s = grace_s, self._now_s + grace_s
         stopped = self.state.handle(StartsStopped())
         return [*done, SignalRanks(tuple(self._members), number, drains), *(stopped if drains else [])]
 

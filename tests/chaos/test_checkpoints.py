@@ -186,17 +186,17 @@ def test_a_death_during_the_save_before_the_last_ranks_leave_loses_no_step(tmp_p
 
 
 # SERVE-LEAVE
-@pytest.mark.parametrize("spares", [[], ["--spares", "1"]], ids=["", "spare"])
-def test_a_coordinator_that_gets_sigterm_with_its_agents_ends_after_them(tmp_path: Path, spares: list[str]) -> None:
+def test_a_coordinator_that_gets_sigterm_with_its_agents_ends_after_them(tmp_path: Path) -> None:
     """As where a whole service is stopped. Without it, the last holders of the state would wait for the spares."""
     steps, every = 1000, 50
     (tmp_path / "hold").write_text(str(every + 5))
     (tmp_path / "coordinator").mkdir()
     with contextlib.ExitStack() as stack:
         coordinator = stack.enter_context(Coordinator(tmp_path / "coordinator"))
-        options = ["--coordinator", coordinator.address, "--nnodes", "2:2", "--job-id", "job", "--grace-period", "60"]
+        options = ["--coordinator", coordinator.address, "--nnodes", "2:2", "--job-id", "job"]
+        options += ["--spares", "1", "--grace-period", "60"]
         agents = [
-            stack.enter_context(job(tmp_path, name, 2, steps=steps, every=str(every), options=[*options, *spares]))
+            stack.enter_context(job(tmp_path, name, 2, steps=steps, every=str(every), options=options))
             for name in ("one", "other")
         ]
         wait_until(lambda: newest(tmp_path) == every, "a checkpoint")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticgang.protocol import stop_request
+from elasticgang.protocol.agent_lifecycle import END_S, LEAVE_S
 from tests.chaos.test_kills import NUM_STEPS, Fault, alone, at, check, histories, run, soon
 from tests.chaos.training_scripts import script, training
 from tests.support import Job, is_alive
@@ -376,11 +377,13 @@ def test_the_end_of_the_job_is_no_drain(tmp_path: Path) -> None:
 
 # LIFE-5
 def test_sigterm_lets_the_ranks_of_the_only_agent_finish_their_step(tmp_path: Path) -> None:
-    body = 'time.sleep(0.05); (here / f"at-{rank}").write_text("1\\n")'
-    options = ["--grace-period", "60"]
-    with Job(tmp_path, training(tmp_path, steps=100_000, body=body), ranks=2, options=options) as job:
+    """It may take longer than what ends at once has."""
+    body = f'(here / f"at-{{rank}}").write_text("1\\n"); time.sleep({END_S + 0.5})'
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=body), ranks=2) as job:
         job.expect_file(tmp_path / "at-0")
         job.process.terminate()
         assert job.wait() == 128 + signal.SIGTERM
+        told = f"elasticgang: SIGTERM: the ranks leave at a step boundary, within {LEAVE_S:g} s (--grace-period)"
+        assert job.stderr.splitlines().count(told) == 1
         assert "all ranks have left; the last committed step is" in job.stderr
         assert {e["status"] for e in job.events() if e["event"] == "exited"} == {0}

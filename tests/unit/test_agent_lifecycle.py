@@ -70,8 +70,10 @@ def record_of(*members: str, generation: int = 1) -> Record:
 class Host:
     """A machine and its clock. `a0` is the first process of rank 0, `a0'` its next one."""
 
-    def __init__(self, num_ranks: int = 2, *, num_spares: int = 0, max_agents: int = 0) -> None:
-        options = AgentOptions("job", num_ranks, num_spares, max_agents=max_agents, grace_period_s=1.0)
+    def __init__(
+        self, num_ranks: int = 2, *, num_spares: int = 0, max_agents: int = 0, grace_period_s: float | None = 1.0
+    ) -> None:
+        options = AgentOptions("job", num_ranks, num_spares, max_agents=max_agents, grace_period_s=grace_period_s)
         self.agent = AgentLifecycle("a", options)
         self.now_s = 100.0
 
@@ -105,9 +107,9 @@ class Host:
         return self(SignalReceived(number))
 
 
-def running(*others: str, num_ranks: int = 2) -> Host:
+def running(*others: str, num_ranks: int = 2, grace_period_s: float | None = 1.0) -> Host:
     """All ranks are seated in generation 1, with those of `others`, of other agents."""
-    host = Host(num_ranks)
+    host = Host(num_ranks, grace_period_s=grace_period_s)
     host.connect()
     members = [f"a{rank}" for rank in range(num_ranks)]
     host.start(*members)
@@ -407,14 +409,35 @@ def test_sigterm_that_every_process_gets_is_one_request_to_leave() -> None:
     assert host.gets(signal.SIGTERM)[-1] == SignalRanks(("a0", "a1"), signal.SIGTERM, drains=False)
 
 
-def test_the_agent_exits_when_the_grace_period_of_the_first_signal_ends() -> None:
-    host = running("b0")
-    began_s = host.now_s
+@pytest.mark.parametrize(
+    ("grace_period_s", "ends_s"),
+    [
+        (1.0, [1.0, 1.0]),
+        (None, [agent_lifecycle.LEAVE_S, 0.7 + agent_lifecycle.END_S]),
+        (60.0, [60.0, 60.0]),
+    ],
+)
+def test_the_agent_exits_when_the_first_grace_period_ends(grace_period_s: float | None, ends_s: list[float]) -> None:
+    """Without a second signal, and with one."""
+    for wanted_s, has_second in zip(ends_s, (False, True), strict=True):
+        host = running("b0", grace_period_s=grace_period_s)
+        began_s = host.now_s
+        host.gets(signal.SIGTERM)
+        if has_second:
+            host.now_s += 0.7
+            host.gets(signal.SIGINT)
+        assert host.waits()[-1] == Exit(128 + (signal.SIGINT if has_second else signal.SIGTERM))
+        assert host.now_s == pytest.approx(began_s + wanted_s)
+
+
+def test_without_a_record_the_ranks_have_nothing_to_leave_in_order() -> None:
+    host = Host(1, grace_period_s=None)
+    host.connect()
+    host.start("a0")
     host.gets(signal.SIGTERM)
-    host.now_s += 0.7
-    host.gets(signal.SIGINT)
-    assert host.waits()[-1] == Exit(128 + signal.SIGINT)
-    assert host.now_s == began_s + 1.0
+    began_s = host.now_s
+    assert host.waits()[-1] == Exit(128 + signal.SIGTERM)
+    assert host.now_s == began_s + agent_lifecycle.END_S
 
 
 def test_an_agent_whose_grace_period_ends_says_how_many_ranks_had_not_left() -> None:

@@ -18,7 +18,7 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = (REPOSITORY / "docker" / "Dockerfile").read_text()
 KEYS = {
     *("build", "command", "depends_on", "deploy", "dns_opt", "environment", "image", "networks", "profiles", "restart"),
-    *("shm_size", "ulimits", "volumes"),
+    *("shm_size", "stop_grace_period", "ulimits", "volumes"),
 }
 VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}")
 
