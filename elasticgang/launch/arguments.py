@@ -101,7 +101,8 @@ def make_parser() -> argparse.ArgumentParser:
         "coordinator",
         help="run a coordinator for jobs on several hosts",
         description="Decide which ranks are in each generation of one or more jobs, until SIGINT or SIGTERM. "
-        "Training steps do not call it; agents do when the membership changes.",
+        "Training steps do not call it; agents do when the membership changes. After SIGTERM it ends once the agents "
+        "have left that got SIGTERM with it; after another one, or SIGINT, at once.",
     )
     coordinator.add_argument(
         "--host", type=_host, default="127.0.0.1", help="the address to listen on (default: %(default)s)"
