@@ -1,10 +1,12 @@
-"""The buffers of a registered module, which forward may replace, add and remove.
+"""The buffers of a registered module, which forward may replace, add and remove, and its mode.
 
 BUFFERS-1  A dropped step puts back the very tensors that a module had as its buffers when the step began, and their
     values. A module that has replaced one also gets back its own numbers, strings and None from then: they may say what
     the tensor was, such as the length of a cache.
 BUFFERS-2  A buffer takes a value of another shape or dtype, or one that it has not, as a new tensor in its place, also
     where the module has the former one under other names. Any other value is copied into the tensor that is there.
+BUFFERS-3  A dropped step puts back the mode of each module, `train()` or `eval()`. Otherwise an evaluation that a loss
+    of the step cuts off would leave them in `eval()`, and the step that is tried again would train without dropout.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ class _Held(NamedTuple):
     tensors: dict[str, Tensor | None]
     not_persistent: set[str]
     attributes: dict[str, Any]
+    training: bool
 
     def put_back(self) -> None:
+        if self.module.training != self.training:
+            self.module.training = self.training  # BUFFERS-3
         tensors, not_persistent = own_buffers(self.module)
         if tensors.keys() == self.tensors.keys() and all(tensors[key] is self.tensors[key] for key in tensors):
             return
@@ -42,7 +47,8 @@ class _Held(NamedTuple):
 
 
 class HeldBuffers:
-    """The tensors that a module and those in it have as buffers now (BUFFERS-1). Their values are not held."""
+    """The tensors that a module and those in it have as buffers now (BUFFERS-1), and modes (BUFFERS-3). The values
+    of the tensors are not held."""
 
     def __init__(self, module: nn.Module) -> None:
         self._held = list(map(_hold, module.modules()))
@@ -56,7 +62,7 @@ def _hold(module: nn.Module) -> _Held:
     tensors, not_persistent = own_buffers(module)
     own = vars(module).items() if tensors else ()
     attributes = {key: value for key, value in own if type(value) in _PLAIN and key not in _OF_TORCH}
-    return _Held(module, dict(tensors), set(not_persistent), attributes)
+    return _Held(module, dict(tensors), set(not_persistent), attributes, module.training)
 
 
 class Buffers:

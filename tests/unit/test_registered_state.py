@@ -179,6 +179,16 @@ def test_a_step_that_replaces_no_buffer_keeps_the_attributes_of_its_modules() ->
     assert rotary.length == 7
 
 
+# BUFFERS-3
+def test_a_dropped_step_puts_back_the_mode_of_each_module() -> None:
+    model, rotary, registered = registered_rotary()
+    rotary.eval()  # stays so, as a part that is frozen
+    registered.begin_step()
+    model.eval()
+    registered.restore()
+    assert [each.training for each in model.modules()] == [True, True, False]
+
+
 # BUFFERS-2
 def test_a_buffer_takes_a_value_of_another_shape_or_dtype_and_one_that_it_has_not() -> None:
     source, rotary, registered = registered_rotary()
