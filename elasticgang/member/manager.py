@@ -4,6 +4,10 @@
 
 MANAGERFORK-1  A process that the script forks has no part in the job: where it leaves the step or the loop, by an
     exception such as SystemExit, it neither ends the step nor leaves the job.
+MANAGERSLOTS-1  Samples are taken before the step is committed: the others do not know of later ones, and a loop over
+    slots would raise StepAborted after a death, so that what follows it would be missing on this rank (as BAN-1).
+MANAGERSLOTS-2  Once a rank without slots has reduced its zeros, no backward of the step follows: its gradient would
+    be in no sum, while its weight counts.
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ class Step:
         self.seeds: set[int] = set()  # of what has the slots of this step
         self.slot: int | None = None  # the number of the slot under way; the iteration over slots sets it
         self.unread: set[object] = set()  # the streams whose slots are not all read
+        self._has_contributed = False  # MANAGERSLOTS-2
         self.committed = False
         self.sums: tuple[float, ...] = ()  # of the numbers given to `QuorumManager.commit`, if the step is committed
         self.closed = False
@@ -76,7 +81,17 @@ class Step:
 
     def take_samples(self, shape: BatchShape) -> int:
         """The position of this step's first sample in the order of a global batch (POSITION-1). `GlobalBatch` calls it.
-        Raises as `SamplePositions.take`."""
+
+        Raises:
+            InvalidOperationError: the step is committed (MANAGERSLOTS-1).
+            ValueError, MismatchError: as `SamplePositions.take` does.
+        """
+        if self.committed:
+            raise InvalidOperationError(
+                f"the slots of step {self.index} must be asked for before `optim.step`: afterwards a rank whose peer "
+                "dies would leave the step, which is committed. Evaluate before `optim.step`, or take the slots of an "
+                "evaluation by `batches.share(step.index, step.share)`, also of a loader's `batches`."
+            )
         first = self._manager._driver.samples.take(self.index, shape)
         self.taken.add((shape, first))
         self.seeds.add(shape.seed)
@@ -112,7 +127,17 @@ class Step:
     def contribute(self) -> None:
         """Reduce this rank's gradients now. Call it on a rank without slots where the other ranks run backward: they
         wait for its zeros there, and the script's own collectives may follow."""
+        self._has_contributed = True
         self._manager._driver.contribute()
+
+    def check_gradients(self) -> None:
+        """A backward is about to follow. Raises InvalidOperationError: MANAGERSLOTS-2."""
+        if self._has_contributed:
+            raise InvalidOperationError(
+                f"this rank's gradients of step {self.index} are reduced already, because a loop over slots has ended "
+                "of which this rank had none: train on the slots of one `GlobalBatch` in a step, in one loop, and loop "
+                "over those of an evaluation inside `torch.no_grad()`"
+            )
 
     def __enter__(self) -> Step:
         """Raises InvalidOperationError: it was entered before. Its samples would count as those of the next step."""

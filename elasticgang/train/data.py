@@ -1,4 +1,10 @@
-"""The global batch: its size is constant, it consists of slots of one size, and the active ranks divide the slots."""
+"""The global batch: its size is constant, it consists of slots of one size, and the active ranks divide the slots.
+
+EMPTYLOOP-1  Where a loop over slots ends of which this rank has none, it reduces its zeros, as the others reduce their
+    gradients in the last backward. Not inside `torch.no_grad()`, as in an evaluation: the training may follow.
+EMPTYLOOP-2  Of the slots that are asked for inside `torch.no_grad()` none is left out as kept: their gradients are not
+    those of an earlier try.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +91,7 @@ class Slots(Sequence[Slot]):
         if self._step is not None:
             self._step.slot = None
             self._step.check()
-            if not self._slots:
+            if not self._slots and torch.is_grad_enabled():  # EMPTYLOOP-1
                 self._step.contribute()
 
 
@@ -130,15 +136,18 @@ class GlobalBatch:
         """This rank's share of `step`. It depends only on the seed, the step's index and the rank's share, on the slots
         that ranks keep (`Slots.kept`), and on where a job with another `size` was that this one continues.
 
+        For an evaluation, ask for them inside `torch.no_grad()`, before `optim.step`, or use `share`.
+
         Raises:
             ValueError: as `share`; or the job goes on at a checkpoint of another `num_samples`.
+            InvalidOperationError: the step is committed.
             MismatchError: this rank has healed, and the others have another `GlobalBatch`.
             GangError: ranks may keep slots, and the generation has ended before they agreed which; `with step` catches
                 it.
         """
         shape = BatchShape(self.num_samples, self.size, self.slot, self.seed, self._sampler is not None)
         self._start = step.index, step.take_samples(shape)
-        own = step.divide(self.num_slots)
+        own = step.divide(self.num_slots) if torch.is_grad_enabled() else None  # EMPTYLOOP-2
         if own is None:
             return Slots(self.share(step.index, step.share), step)
         due, kept = own

@@ -224,9 +224,11 @@ class DistributedDataParallel(nn.Module):
             InvalidOperationError: with `reduction="reproducible"` or `keep`, outside the loop over the slots of a
                 `GlobalBatch`. Or a backward follows the one that reduces; `optim.step` raises it too, and backward
                 itself raises RuntimeError if the one that reduces has not reached all parameters. Or a parameter
-                requires gradients that did not when the module was wrapped; so does `optim.step`.
+                requires gradients that did not when the module was wrapped; so does `optim.step`. Or this rank has had
+                no slots in an earlier loop of the step, outside of `torch.no_grad()`, and has reduced its zeros there.
         """
         self._manager.step.check()
+        self._manager.step.check_gradients()
         self._trainable.check()
         self._manager.compare_trained()
         if self._reduced:

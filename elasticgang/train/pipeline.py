@@ -96,10 +96,14 @@ class PipelineParallel(ShardedDataParallel):
         last stage, and [] on the others.
 
         torch's random generators are seeded before each slot's forward, differently on each stage.
+
+        Raises:
+            InvalidOperationError: as `accumulate`, if this rank has had no slots in an earlier loop of the step.
         """
         self._manager.step.check()
         found: list[Tensor] = []
         if len(slots):
+            self._manager.step.check_gradients()
             self._manager.compare_trained()
             with _batched(self._manager.gangs.pp.as_process_group()) as start_messages:
                 self._run_schedule(slots, inputs, targets, found, start_messages)

@@ -112,10 +112,12 @@ class ShardedDataParallel(nn.Module):
                 twice in a slot. With "reproducible" or `keep`, the end of the context raises it if `fully_shard` has
                 not reduced the slot's gradients, because of `set_requires_gradient_sync(False)`. Or a parameter
                 requires gradients that did not when the module was wrapped. `optim.step` raises it for both, and if
-                the gradients were changed since the last backward.
+                the gradients were changed since the last backward. Or this rank has had no slots in an earlier loop of
+                the step, outside of `torch.no_grad()`, and has reduced its zeros there.
         """
         step = self._manager.step
         step.check()
+        step.check_gradients()
         self._trainable.check()
         self._manager.compare_trained()
         if self._of_slots is not None:

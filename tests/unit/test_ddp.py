@@ -20,6 +20,7 @@ from elasticgang.errors import PeerLostError
 from elasticgang.gang import FakeGang
 from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.state.snapshot_server import SnapshotServer
+from elasticgang.train.data import Slots
 
 CPU = torch.device("cpu")
 
@@ -545,6 +546,71 @@ def test_slots_of_two_batches_are_refused() -> None:
                 ddp.accumulate(last=False).__enter__()
             break
         manager.commit(1.0, lambda total: None)
+
+
+WRAPPERS = [eg.DistributedDataParallel, eg.ShardedDataParallel]
+
+
+# EMPTYLOOP-1
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_evaluation_of_which_a_rank_has_no_slots_leaves_its_gradients_alone(wrapper: Any) -> None:
+    manager = eg.join()
+    model = wrapper(manager, nn.Linear(1, 1))
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0))
+    manager.register_state(model=model, optim=optim)
+    before = model.module.bias.item()
+    with next(manager.steps(1)) as step:
+        with torch.no_grad():
+            assert list(Slots((), step)) == []
+        for slot in eg.GlobalBatch(1, size=1, slot=1).slots(step):
+            with model.accumulate(last=slot.last):
+                model(torch.ones(1, 1)).sum().backward()
+        assert optim.step(weight=1.0)
+    assert model.module.bias.item() == before - 1
+
+
+# MANAGERSLOTS-2
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_backward_after_a_loop_of_which_a_rank_has_no_slots_is_refused(wrapper: Any) -> None:
+    """Its gradient would be in no sum."""
+    manager = eg.join()
+    model = wrapper(manager, nn.Linear(1, 1))
+    manager.register_state(model=model)
+    with next(manager.steps(1)) as step:
+        assert list(Slots((), step)) == []
+        with pytest.raises(eg.InvalidOperationError, match="are reduced already, because a loop over slots has ended"):
+            model.accumulate(last=True).__enter__()
+        manager.commit(1.0, lambda total: None)
+
+
+# MANAGERSLOTS-1
+def test_slots_of_a_committed_step_are_refused() -> None:
+    manager = eg.join()
+    batches = eg.GlobalBatch(4, size=2, slot=1)
+    manager.register_state(model=eg.DistributedDataParallel(manager, nn.Linear(1, 1)))
+    for step in manager.steps(2):
+        with step:
+            list(batches.slots(step))
+            assert manager.commit(1.0, lambda total: None)
+            with pytest.raises(eg.InvalidOperationError, match=r"must be asked for before `optim\.step`"):
+                eg.GlobalBatch(4, size=4, slot=1, seed=1).slots(step)
+            assert len(batches.share(step.index, step.share)) == 2
+
+
+# EMPTYLOOP-2
+def test_an_evaluation_has_all_slots_also_where_gradients_are_kept() -> None:
+    manager = eg.join()
+    model = eg.DistributedDataParallel(manager, nn.Linear(1, 1), keep=True)
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0))
+    manager.register_state(model=model, optim=optim)
+    with next(manager.steps(1)) as step:
+        for slot in eg.GlobalBatch(2, size=2, slot=1).slots(step):
+            with model.accumulate(last=slot.last):
+                model(torch.ones(1, 1)).sum().backward()
+        with torch.no_grad():
+            assert len(list(eg.GlobalBatch(3, size=3, slot=1).slots(step))) == 3
+        assert step.num_slots == 2, "the division of the slots that are trained on"
+        assert optim.step(weight=2.0)
 
 
 def test_slots_in_another_order_are_refused() -> None:
