@@ -139,7 +139,7 @@ class MemberDriver:
         self._state_server.announce_settings(self.lifecycle.state.attempt(), settings)
         self._rates = rates
         if weight > 0:
-            self._warn_of_trained()
+            self._warn_of_loaded()
         try:
             self._compare_settings(settings)
             return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
@@ -583,18 +583,25 @@ class MemberDriver:
         self._state_server.announce_trained(self._trained_in, form)
         return form
 
-    def _warn_of_trained(self) -> None:
-        """REGISTERED-11, by the first rank of each stage."""
-        state, names = self.lifecycle.state, self._state_server.trained_again()
-        if not names or state.record is None or state.record.model_coordinates(state.member)[1:] != (0, 0):
+    def _warn_of_loaded(self) -> None:
+        """REGISTERED-11, REGISTERED-12, by the first rank of each stage."""
+        state, server = self.lifecycle.state, self._state_server
+        names, settings = server.trained_again(), server.settings_replaced()
+        if state.record is None or state.record.model_coordinates(state.member)[1:] != (0, 0) or state.first_of_part():
             return
-        if state.first_of_part():
-            return
-        log.warning(
-            "%s did not require gradients in the state that was loaded, but in each step since. If they are to stay "
-            "frozen, freeze them by `if step.index >= N:`, because step N is not run again",
-            shortened(names, 1),
-        )
+        if names:
+            log.warning(
+                "%s did not require gradients in the state that was loaded, but in each step since. If they are to "
+                "stay frozen, freeze them by `if step.index >= N:`, because step N is not run again",
+                shortened(names, 1),
+            )
+        if settings:
+            log.warning(
+                "%s: the optimizer goes on with the settings of the state that was loaded. If the script's are meant, "
+                "set them in each step before `optim.step`; a learning rate by `group['lr'] = lr` for each of "
+                "`optim.param_groups`, also beside a schedule of torch, which goes on as it was saved",
+                shortened(settings, 3),
+            )
 
 
 def _addresses(sources: Sequence[Seat]) -> list[str]:

@@ -46,6 +46,10 @@ class StateServer(Protocol):
         """The names of parameters that were frozen in the state that was loaded, and have required gradients in each
         of the steps since, once. Call it once in each step of which this rank has a part, before the apply."""
 
+    def settings_replaced(self) -> list[str]:
+        """The settings of optimizers that a load has replaced by others than those of the script, and that have stayed
+        so in the steps since, once. Call it as `trained_again`."""
+
     def drop_gradients(self) -> None:
         """Set the gradients of what the registered optimizers train to None."""
 

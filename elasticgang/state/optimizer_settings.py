@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from elasticgang.errors import WireError
 from elasticgang.protocol.form import UNKNOWN, Form, Item, all_but_false
 
 _NO_SETTINGS = ("params", "param_names")  # of a parameter group
+_NOT_OF_THE_SCRIPT = ("foreach", "fused")  # `elasticgang.Optimizer` may turn them off
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
@@ -87,6 +88,16 @@ def settings_form(optimizer: Any, max_norm: float | None, required: Sequence[Seq
         described = UNKNOWN if required is None else all_but_false(required[number])
         found.append((f"what requires gradients in parameter group {number}", described))
     return tuple(found)
+
+
+def own_settings(optimizer: Any) -> Iterator[Item]:
+    """What a script chooses for an optimizer: the settings of all groups, in words. Not the learning rate that a
+    schedule of torch sets: what the script has given is `initial_lr` then."""
+    for number, group in enumerate(groups_of(optimizer)):
+        for key, value in settings_of(group).items():
+            is_chosen = key not in _NOT_OF_THE_SCRIPT and not (key == "lr" and "initial_lr" in group)
+            if is_chosen and (description := _described(value)) is not None:
+                yield f"{key!r} of parameter group {number}", description
 
 
 def _described(value: Any) -> str | None:

@@ -33,6 +33,9 @@ REGISTERED-11  A parameter that a step has frozen is frozen by nothing in a job 
     `manager.build` makes for another layout, if the script freezes it in that step alone. So what was frozen in the
     state that is loaded is known, and what requires gradients in each of the next `_NUM_TRAINED` steps is told. Not
     sooner: two networks may train in turns.
+REGISTERED-12  A job that resumes has the settings of optimizers that were saved, as after torch's `load_state_dict`,
+    also where the script is started with others. Those that it began with otherwise, and that no step has changed when
+    `_NUM_TRAINED` have voted, are told: they would be ignored without a word.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ from elasticgang.state.optimizer_settings import (
     check_num_groups,
     copy_of,
     groups_of,
+    own_settings,
     parameters_of,
     set_settings,
     settings_of,
@@ -111,6 +115,8 @@ class RegisteredState:
         self._forms: dict[str, Form] = {}  # by the name of the object, of those that `form` has read
         self._frozen: list[tuple[str, str]] = []  # REGISTERED-11: by module and name
         self._num_trained = 0  # steps since
+        self._replaced: dict[str, tuple[str, str]] = {}  # REGISTERED-12: settings of the script, and those loaded
+        self._num_replaced = 0  # steps since
         self._versions: dict[str, list[int]] = {}  # of the parameters, when the step began (REGISTERED-9)
         self.snapshot: dict[str, Any] = {}
         self._held: list[HeldBuffers] = []  # with the snapshot
@@ -270,6 +276,26 @@ class RegisteredState:
         found, self._frozen = self._frozen, []
         return [f"{key!r} of {owner!r}" for owner, key in found]
 
+    def settings_replaced(self) -> list[str]:
+        """The settings of the script that a load has replaced, once they are to be told (REGISTERED-12). Call it once
+        in each step of which this rank has a part, before the apply."""
+        if not self._replaced:
+            return []
+        present = self._own_settings()
+        self._replaced = {what: both for what, both in self._replaced.items() if present.get(what) == both[1]}
+        self._num_replaced += 1
+        if self._num_replaced < _NUM_TRAINED:
+            return []
+        found, self._replaced = self._replaced, {}
+        return [f"{what} is {loaded} and not {own}" for what, (own, loaded) in found.items()]
+
+    def _own_settings(self) -> dict[str, str]:
+        return {
+            f"{what} of {name!r}": value
+            for name, optimizer in self._optimizers.items()
+            for what, value in own_settings(optimizer)
+        }
+
     def drop_gradients(self) -> None:
         """Of what the optimizers train."""
         for optimizer in self._optimizers.values():
@@ -308,10 +334,16 @@ class RegisteredState:
 
     def load(self, state: dict[str, Any]) -> None:
         """All of it: the step in which this rank heals may be dropped, so the snapshot is of it too."""
-        if "frozen" in state:  # of no peer, with whom the settings are compared (DRIVER-5)
-            self._frozen, self._num_trained = state["frozen"], 0
+        own = self._own_settings()
         self._load_large(state["large"], state["small"].get("settings", {}))
         self.load_small(state["small"])
+        if "frozen" in state:  # of no peer, with whom the settings are compared (DRIVER-5)
+            self._frozen, self._num_trained = state["frozen"], 0
+            loaded = self._own_settings()
+            self._replaced = {
+                what: (value, loaded[what]) for what, value in own.items() if loaded.get(what, value) != value
+            }
+            self._num_replaced = 0
         self.keep_snapshot()
 
     def placed(self, spec: Any, tensors: Sequence[Tensor], divided: Sequence[int]) -> dict[str, Any]:

@@ -136,6 +136,10 @@ class SnapshotServer:
         """As of `RegisteredState`."""
         return self._state.trained_again()
 
+    def settings_replaced(self) -> list[str]:
+        """As of `RegisteredState`."""
+        return self._state.settings_replaced()
+
     def drop_gradients(self) -> None:
         """As of `RegisteredState`."""
         self._state.drop_gradients()

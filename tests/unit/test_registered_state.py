@@ -354,6 +354,38 @@ def test_what_was_frozen_is_named_once_it_has_required_gradients_in_three_steps(
     assert [registered.trained_again() for _ in range(4)] == [[]] * 4
 
 
+# REGISTERED-12
+def test_settings_of_the_script_that_a_load_has_replaced_are_named_unless_a_step_changes_them() -> None:
+    def registered_adam(**settings: Any) -> tuple[Any, RegisteredState]:
+        module, registered = Two(), RegisteredState()
+        groups = [{"params": module.one.parameters()}, {"params": module.two.parameters(), "weight_decay": 0.0}]
+        adam = torch.optim.AdamW(groups, **settings)  # type: ignore[arg-type]
+        registered.register(model=module, optim=adam)
+        return adam, registered
+
+    saved, source = registered_adam(lr=0.5, betas=(0.9, 0.95), eps=1e-6, foreach=False)
+    torch.optim.lr_scheduler.ExponentialLR(saved, 0.9)  # `initial_lr`
+    saved.param_groups[1]["lr"] = 0.25  # by the schedule
+    loaded = {"small": source.small(cloned=True), "large": source.large()}
+
+    adam, registered = registered_adam(lr=0.1, betas=(0.9, 0.99), eps=1e-8)
+    torch.optim.lr_scheduler.ExponentialLR(adam, 0.9)
+    registered.load({**loaded, "frozen": []})
+    found = [registered.settings_replaced()]
+    for group in adam.param_groups:
+        group["eps"] = 1e-8
+    found += [registered.settings_replaced() for _ in range(3)]
+    replaced = ["{} of parameter group %d of 'optim' is {} and not {}".format(*each) for each in REPLACED]
+    assert found == [[], [], [each % number for number in (0, 1) for each in replaced], []]
+
+    _, learner = registered_adam(lr=0.1)
+    learner.load(loaded)  # of a peer, with whose settings its own are compared
+    assert [learner.settings_replaced() for _ in range(4)] == [[]] * 4
+
+
+REPLACED = [("'betas'", "(0.9, 0.95)", "(0.9, 0.99)"), ("'initial_lr'", "0.5", "0.1")]
+
+
 def test_settings_are_what_can_be_compared_rounded() -> None:
     module = Two()
     groups: list[dict[str, Any]] = [{"params": [module.one.weight]}, {"params": [module.two.weight], "lr": 0.1 + 1e-12}]
