@@ -159,7 +159,9 @@ def _weights(manifest: Manifest, module: str | None) -> tuple[dict[str, str], di
     if module is None and len(by_module) == 1:
         (module,) = by_module
     if module not in by_module:
-        raise CheckpointError(f"name one of the modules of the checkpoint: {', '.join(sorted(by_module))}")
+        raise CheckpointError(
+            f"name one of the modules of the checkpoint by `--module`: {', '.join(sorted(by_module))}"
+        )
     weights = by_module[module]
     extra = {
         name.removeprefix(module + EXTRA): spec for name, spec in states.items() if name.startswith(module + EXTRA)

@@ -291,6 +291,23 @@ def test_what_was_frozen_before_the_checkpoint_is_told_once_it_is_trained(
     assert len(re.findall(AGAIN, job.stderr)) == is_told, job.stderr
 
 
+REPLACED = "'lr' of parameter group 0 of 'optim' is 0.1 and not 0.05: the optimizer goes on with the settings"
+
+
+# REGISTERED-12
+@pytest.mark.parametrize(("body", "is_told"), [("", True), ("optim.param_groups[0]['lr'] = 0.05", False)])
+def test_settings_of_a_resumed_script_that_are_not_those_of_the_checkpoint_are_told_unless_a_step_sets_them(
+    tmp_path: Path, body: str, is_told: bool
+) -> None:
+    checkpoints = f"manager.checkpoints({str(tmp_path / 'checkpoints')!r}, every_steps=4)"
+    again = f"optim.param_groups[0]['lr'] = 0.05; {checkpoints}"
+    for steps, setup, in_step in ((4, checkpoints, ""), (8, again, body)):
+        path = simple_training(tmp_path, steps=steps, setup=setup, body=in_step)
+        with Job(tmp_path, path, ranks=2) as job:
+            assert job.wait() == 0, job.stderr
+    assert job.stderr.count(REPLACED) == is_told, job.stderr
+
+
 def sharded(directory: Path, *, killed: int, size: int, freezes: str, body: str = "pass") -> Path:
     """Two groups of `sdp=2`, of which the rank `killed` is killed once in step 5. `freezes`: when the bias is frozen.
     `body` runs in each step before `optim.step`."""

@@ -288,7 +288,7 @@ def test_the_weights_are_exported(tmp_path: Path, suffix: str) -> None:
     assert torch.equal(weights["w"], torch.full((6, 2), 10, dtype=torch.uint8))
     assert weights["step"] == 10
     assert sorted(weights) == ["step", "w"]
-    with pytest.raises(CheckpointError, match="name one of the modules of the checkpoint: model"):
+    with pytest.raises(CheckpointError, match="name one of the modules of the checkpoint by `--module`: model"):
         export(tmp_path, output, "other")
 
 
