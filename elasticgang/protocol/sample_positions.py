@@ -97,8 +97,8 @@ class SamplePositions:
                 return self._taken[each].first + each.size
         raise ValueError(
             f"`num_samples` must be {former[0].num_samples}, as in the job that this one continues, but is "
-            f"{line.num_samples} instead: the rest of the pass would be other samples. To go on with other data, give "
-            "`GlobalBatch` another `seed`."
+            f"{line.num_samples} instead: the rest of the pass would be other samples. To go on with other data, or to "
+            "evaluate on such beside, give `GlobalBatch` another `seed`."
         )
 
     def _check_healed(self, step: int) -> None:
