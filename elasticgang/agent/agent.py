@@ -488,6 +488,7 @@ class Agent:
                 "compare_state": self._job.compare_state,
                 "credentials": self._job.credentials.to_json(),
                 "optimizer_bytes": self._ranks.optimizer_bytes,
+                "has_trained": self._changes.pace.step > 0,
                 "left_files": self._left_files.path,
             },
             env={

@@ -12,6 +12,9 @@ SAVER-6  The committing writer waits for no share that will never come. A rank l
     show a file so late. The save of the final state supersedes the one before.
 SAVER-7  A relative directory is that of the working directory at the start, for the rank and for its writer, which has
     the working directory of a later time.
+SAVER-8  A rank that starts in a job that has trained goes on where no checkpoint can be written or listed, with a
+    warning: it heals, and its saves may succeed later. As an error of the script, which comes again at once, it would
+    be given up for good (RESTART-3) for what the others survive (SAVER-2, SAVER-5).
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from elasticgang.checkpoint.shard import part_name
 from elasticgang.checkpoint.storage import Storage
 from elasticgang.checkpoint.writer import Outcome
 from elasticgang.checkpoint.writer_process import WriterProcess
-from elasticgang.errors import CheckpointError
+from elasticgang.errors import CheckpointError, OperationalError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coverage import Coverage
 from elasticgang.protocol.member_state import MemberState
@@ -83,17 +86,25 @@ class DurableCheckpoints:
         server: StateLender,
         on_saved: OnSaved = lambda ref, path, num_bytes, duration_s: None,
         on_saving: OnSaving = lambda num_written, num_bytes: None,
+        has_trained: bool = False,
     ) -> None:
         """`location`: a directory, or a URL of fsspec. `on_saved`: called on the thread of a save whose writer has
-        made the checkpoint complete. `on_saving`: called on the thread of the save under way.
+        made the checkpoint complete. `on_saving`: called on the thread of the save under way. `has_trained`: whether
+        the job has (SAVER-8).
 
         Raises:
-            OperationalError: the directory cannot be written, or the URL cannot be listed.
+            OperationalError: the directory cannot be written, or the URL cannot be listed (but see SAVER-8).
             NotSupportedError: what fsspec needs for the URL is missing.
         """
         self._location, self.keep = absolute(location), keep  # SAVER-7
         self._storage: Storage = storage_at(self._location)
-        self._storage.prepare()
+        self._has_trained = has_trained
+        try:
+            self._storage.prepare()
+        except OperationalError as exc:
+            if not has_trained:
+                raise
+            log.warning("%s; this rank takes part all the same", exc)  # SAVER-8
         self._schedule, self._server, self._on_saved, self._on_saving = schedule, server, on_saved, on_saving
         self._writer: WriterProcess | None = None
         self._save: _Save | None = None
@@ -323,13 +334,14 @@ class DurableCheckpoints:
         """The newest checkpoint that this rank can load, as far as its manifest and file sizes say.
 
         Raises:
-            CheckpointError: there are checkpoints, and none can be used (SAVER-3), or they cannot be listed; and this
-                rank does not hold the state of a committed step.
+            CheckpointError: there are checkpoints, and none can be used (SAVER-3), or they cannot be listed (but see
+                SAVER-8); and this rank does not hold the state of a committed step.
         """
         try:
             return self._newest()
         except CheckpointError as exc:
-            if state.tip is None or state.tip.step == 0:
+            survives = self._has_trained and isinstance(exc, listing.UnreadableError)  # SAVER-8
+            if not survives and (state.tip is None or state.tip.step == 0):
                 raise
             log.warning("%s", exc)  # SAVER-5
             return None

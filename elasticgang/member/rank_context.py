@@ -15,7 +15,8 @@ class RankContext:
     `Job`. `credentials` authenticate the rank and the peers that heal from it. `link`, `door`, `forks`, `page` and
     `lease` are descriptors: the connection to the agent, the socket by which the agent takes further ones, the
     connection to its fork server, the rank's status page, and the host's lease. `drain`: whether the rank drains.
-    `optimizer_bytes`: the size of the state of optimizers of a rank of this host, as of `StatusPage`; 0: not known."""
+    `optimizer_bytes`: the size of the state of optimizers of a rank of this host, as of `StatusPage`; 0: not known.
+    `has_trained`: whether the job has committed a step, as far as the agent knows."""
 
     member: str
     local_rank: int
@@ -33,6 +34,7 @@ class RankContext:
     lease: int
     drain: Drain
     optimizer_bytes: int = 0
+    has_trained: bool = False
 
 
 _context: RankContext | None = None

@@ -69,6 +69,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
             lease=lease,
             drain=drain,
             optimizer_bytes=args.get("optimizer_bytes", 0),
+            has_trained=args.get("has_trained", False),
         )
     )
     os.register_at_fork(after_in_child=notices.close)

@@ -106,7 +106,7 @@ def join(
     ) -> DurableCheckpoints:
         check_lasting(location)
         schedule = Schedule(every_steps, every_seconds, clock=time.monotonic)
-        told = () if context is None else (context.drain.page.set_saving,)
+        told = () if context is None else (context.drain.page.set_saving, context.has_trained)
         return DurableCheckpoints(location, schedule, keep, state_server, rendezvous.tell_saved, *told)
 
     return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints, mover)

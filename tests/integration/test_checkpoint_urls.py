@@ -278,6 +278,22 @@ def test_a_rank_with_the_state_goes_on_where_the_store_cannot_be_listed(
     assert "cannot read the checkpoints of file://" in caplog.text
 
 
+# SAVER-8
+def test_a_rank_that_restarts_goes_on_where_the_store_cannot_be_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "store").symlink_to("store")
+    with pytest.raises(OperationalError, match="cannot list the checkpoints of file://"):
+        Rank(url_of(tmp_path / "store"))
+    rank = Rank(url_of(tmp_path / "store"), has_trained=True)
+    assert rank.checkpoints.newest(rank.state) is None
+    assert "; this rank takes part all the same" in caplog.text
+    (tmp_path / "store").unlink()
+    rank.enter(("a0",))
+    rank.save(10)
+    assert rank.newest().attempt.step == 10
+
+
 # OBJECTS-4
 def test_a_link_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
     url = url_of(tmp_path)
