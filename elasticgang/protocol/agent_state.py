@@ -36,6 +36,8 @@ AGENT-12  A rank that comes to a job which has committed a step, and differs fro
 AGENT-13  Ranks that have found a difference of their states tell the agent, so that a rank that dies then does not take
     the news with it, and a script that catches the error does not hide it. The first one is told. If nobody can say who
     is right, the agent fails at once, and so do the others, whose ranks may not know it.
+AGENT-14  A rank that dies again and again before one of its processes commits a step is restarted later and later. One
+    that is killed for memory in each heal would otherwise cost the others two generations a second.
 """
 
 from __future__ import annotations
@@ -135,7 +137,7 @@ class _Rank:
     phase: _Phase = _Phase.STARTING
     report: MemberReport | None = None
     checkpoint: CheckpointRef | None = None
-    entered_any: bool = False
+    has_committed: bool = False  # AGENT-14
     generation: int = 0  # the newest in which it had a seat; 0: it had none
     finished: bool = False
     by_script: bool = False
@@ -223,6 +225,7 @@ class AgentState:
                 self._num_unconnected = 0
                 if member in self._ranks and attempt.step > 0:
                     self.restarts.committed(self._ranks[member].local_rank)
+                    self._ranks[member].has_committed = True
                 return []
             case MemberLeft(member, finished, in_order, by_script, num_steps, raised):
                 if (rank := self._ranks.get(member)) is not None:
@@ -739,8 +742,8 @@ class AgentState:
         return len(self._live()) + len(self._in(_Phase.EXITING)) + self._num_to_start
 
     def _backoff(self, rank: _Rank) -> float:
-        """Seconds before a restart: 0, unless the rank has died repeatedly before it took part."""
-        deaths = 0 if rank.entered_any else self._early_deaths.get(rank.local_rank, 0) + 1
+        """Seconds before a restart (AGENT-14)."""
+        deaths = 0 if rank.has_committed else self._early_deaths.get(rank.local_rank, 0) + 1
         self._early_deaths[rank.local_rank] = deaths
         return 0.0 if deaths <= _FREE_DEATHS else float(min(2 ** (deaths - _FREE_DEATHS - 1), _MAX_BACKOFF_S))
 
@@ -788,7 +791,6 @@ class AgentState:
                 rank.phase = _Phase.REQUESTING if seat.status == SPARE else _Phase.SEATED
                 if rank.comes_late is None and rank.phase is _Phase.SEATED:
                     rank.comes_late = record.committed.step > 0 and not record.checkpoint
-                rank.entered_any = True
                 rank.generation = record.generation
                 seated.append(member)
         before = self.reach.unreached

@@ -54,11 +54,16 @@ from tests.unit.unit_mutant import UnitMutant
 _decide = AgentLifecycle._decide
 _survivor_committed = AgentLifecycle._survivor_committed
 _peer_noticed = AgentState._peer_noticed
+_backoff = AgentState._backoff
 _detect = HangDetector.detect
 _standstill = HangDetector.standstill
 _failed = Restarts.failed
 _faulted = Devices.faulted
 _fence = AgentSession._fence
+
+
+def _backoff_of_unseated(self: AgentState, rank: Any) -> float:
+    return 0.0 if rank.generation else _backoff(self, rank)
 
 
 def _fence_for_the_lease_alone(self: AgentSession, reason: str, over: str) -> Any:
@@ -125,6 +130,10 @@ def _with_host(test: Callable[[test_hang_detector.Host], None]) -> Callable[[], 
 
 
 AGENT_MUTANTS = {
+    "a rank that dies in each of its first steps is restarted at once": UnitMutant(
+        ((AgentState, "_backoff", _backoff_of_unseated),),
+        test_agent_state_exits.test_a_rank_that_dies_in_each_of_its_first_steps_is_restarted_later,
+    ),
     "sigterm that every process gets stops the ranks": UnitMutant(
         ((stop_request, "REPEATED_S", 0.0),),
         test_agent_lifecycle.test_sigterm_that_every_process_gets_is_one_request_to_leave,

@@ -285,6 +285,7 @@ def test_an_error_caused_by_a_lost_peer_is_not_a_failure() -> None:
     assert host.state.restarts.num_recent(1) == 0
 
 
+# AGENT-14
 def test_repeated_early_deaths_delay_the_restart() -> None:
     host = running(2)
     delays = []
@@ -297,6 +298,26 @@ def test_repeated_early_deaths_delay_the_restart() -> None:
     assert delays == [0.0] * 5 + [1.0, 2.0, 4.0, 8.0] + [10.0] * 5
     host.start("a0'", "a1!")
     assert host.exits("a0'") == [Restart(0, 0.0)]  # of another rank
+
+
+# AGENT-14
+def test_a_rank_that_dies_in_each_of_its_first_steps_is_restarted_later() -> None:
+    """As one that is killed for memory whenever it heals."""
+    host, delays = running(2), []
+    for number in range(8):
+        member = "a1" + "'" * number
+        if number:
+            host.start(member)
+            host.asks(member)
+            host.asks("a0")
+            host.is_answered(record_of(["a0", member], number + 1))
+        *_, restart = host.exits(member)
+        assert isinstance(restart, Restart)
+        delays.append(restart.delay_s)
+    assert delays == [0.0] * 5 + [1.0, 2.0, 4.0]
+    host.start("a1!")
+    host.commits("a1!")
+    assert host.exits("a1!")[-1] == Restart(1, 0.0)
 
 
 def test_taking_part_once_resets_the_restart_delay() -> None:

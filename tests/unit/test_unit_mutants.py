@@ -49,6 +49,7 @@ RULES = {
         "an agent goes on without anybody who is right",
         "one agent fails alone",
     ),
+    "AGENT-14": ("a rank that dies in each of its first steps is restarted at once",),
     "ALONE": ("joiners go on alone",),
     "BACK": (
         "a record that nobody has accepted outlives its office",
