@@ -368,7 +368,7 @@ class CoordinatorServer:
                 self._handle(job, OfficeGranted())
             self._probe_absent(job)
             state = job.state
-            why = state.reason if state.awaits_word else ""
+            why = state.reason if state.awaits_word else state.overdue
             if why and why != job.awaited:
                 self._log(f"job {job.name}: {why} (`elasticgang grant`)")
             job.awaited = why

@@ -267,8 +267,8 @@ class Refused:
 @value(frozen=True)
 class Notice:
     """Agents show it to users. `topic`: "lost", "left" (they have said `Goodbye`) or "refused", about `agents`;
-    "undecided" or "waiting" (for agents that are not ready), about the job. An agent that waits for nothing but the
-    fate of the last step fails on "undecided" (AGENT-5)."""
+    "undecided" or "waiting" (for agents that are not ready, a disk or an operator), about the job. An agent that waits
+    for nothing but the fate of the last step fails on "undecided" (AGENT-5)."""
 
     topic: str
     reason: str

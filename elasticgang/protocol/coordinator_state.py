@@ -53,7 +53,7 @@ ABANDON  A job is abandoned once no agent has a session, and every agent of its 
          not in office. It may be forgotten: what is known of it is in the state directory, or with agents.
 NOTICE   While a proposal is undecided, each session is told why once, after the reason has held for `notice_s`: what an
          earlier session of the agent was told may not have arrived. While ready agents wait for others of a generation
-         that is over, likewise for whom.
+         that is over, likewise for whom; and while a decision is being written, or the coordinator is out of office.
 NEWEST   An agent has one session here: the newest that it has opened. An older one is closed, whether it has begun or
          the agent has yet to send the decision that its hello names.
 REACHED  While some agents are left out of the newest record, because they and others do not reach each other (NEXT-10),
@@ -230,6 +230,9 @@ class CoordinatorState:
     _undecided: str = ""  # the newest reason for which a proposal was undecided: it holds while it is `reason`
     _undecided_s: float = 0.0  # since when
     _waiting_s: float | None = None  # NOTICE: since when ready agents wait for others
+    _deciding_s: float = 0.0  # NOTICE: since when `_deciding` is written
+    overdue: str = ""  # NOTICE: why this coordinator has not been in office for `notice_s`
+    _out_of_office: tuple[str, float] = "", 0.0  # NOTICE: why it is not in office, and since when
     _now_s: float = 0.0
     _silences: Silences = field(init=False)
 
@@ -405,7 +408,7 @@ class CoordinatorState:
     def _tick(self) -> Instructions:
         record = self.record
         if self._deciding is not None:
-            return []
+            return self._tell_late_write(self._deciding.record.generation)
         in_office = self.in_office
         limit_s = self.timeouts.lost_after_s if in_office or record is None else self.timeouts.lease_s / 2
         absent = self._silences.beyond(self.timeouts.lost_after_s, self._absent_with_facts())  # FACTS-ABSENT
@@ -414,6 +417,7 @@ class CoordinatorState:
         dispensable = self._dispensable(in_office)
         for agent in self._silences.beyond(limit_s, dispensable) if dispensable else ():
             out += self._close(agent, f"agent {agent} was silent for {limit_s:g} s")
+        out += self._tell_out_of_office()
         if not in_office:
             return out
         self._silences.expect(members)
@@ -453,6 +457,23 @@ class CoordinatorState:
         if self._now_s - self._waiting_s < self.timeouts.notice_s:
             return []
         return self._tell(Notice("waiting", f"waiting for agent {self._awaited(record)}"))
+
+    def _tell_late_write(self, generation: int) -> Instructions:
+        """NOTICE."""
+        if self._now_s - self._deciding_s < self.timeouts.notice_s:
+            return []
+        reason = f"generation {generation} is not yet on the disk of the coordinator's state directory"
+        return self._tell(Notice("waiting", reason))
+
+    def _tell_out_of_office(self) -> Instructions:
+        """NOTICE."""
+        why = "" if self.in_office or not self.sessions else self.word_awaited
+        if why != self._out_of_office[0]:
+            self._out_of_office, self.overdue = (why, self._now_s), ""
+        if not why or self._now_s - self._out_of_office[1] < self.timeouts.notice_s:
+            return []
+        self.overdue = why
+        return self._tell(Notice("waiting", f"{why} (`elasticgang grant`)"))
 
     def _awaited(self, record: Record) -> str:
         """PRESENT: the first few of them, with their hosts."""
@@ -1112,7 +1133,7 @@ class CoordinatorState:
         """PERSIST."""
         if not self._decides_by_directory:
             return self._adopt(decision)
-        self._deciding = decision
+        self._deciding, self._deciding_s = decision, self._now_s
         return [Persist(self.term, decision, self.finished, frozenset([self.address]), own=True)]
 
     def _persist(self) -> Instructions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -186,3 +187,23 @@ def test_when_it_stays_away_the_job_ends_with_an_error(tmp_path: Path) -> None:
         lines = [line for history in histories(cluster.output) for line in history]
         assert max(line["step"] for line in lines if line["kind"] == "committed") == 4
         assert "finished" not in {line["kind"] for line in lines}
+
+
+# NOTICE
+def test_agents_and_the_coordinator_say_that_its_state_directory_is_lost(tmp_path: Path, alone: str) -> None:
+    """Nobody but an operator knows whether that directory has a newer record. The word comes before leases end."""
+    with Cluster(tmp_path, holds=[5], state=True) as cluster:
+        agents = [cluster.start(), cluster.start()]
+        cluster.reached(5, 4)
+        kill(cluster.coordinator.process.pid)
+        cluster.coordinator.process.wait()
+        shutil.rmtree(cluster.coordinator.directory / "state")
+        cluster.restart_coordinator()
+        why = "the last record was decided with a state directory, which this coordinator does not have"
+        for agent in agents:
+            agent.expect_line(f"no generation can be agreed yet: {why} (`elasticgang grant`)")
+        wait_until(lambda: f"job job: {why} (`elasticgang grant`)" in cluster.coordinator.stderr, "its line")
+        told = asyncio.run(grant("127.0.0.1", cluster.coordinator.port, "job", Credentials(), 10.0))
+        assert "this coordinator leads it on from generation" in told
+        cluster.release(5)
+        cluster.check(alone, agents)

@@ -222,6 +222,14 @@ RECORD_MUTANTS = {
         ((CoordinatorState, "_tell_waiting", always([])),),
         test_coordinator_notices.test_agents_are_told_for_whom_they_wait_once_the_generation_is_over,
     ),
+    "nobody is told of a late disk": UnitMutant(
+        ((CoordinatorState, "_tell_late_write", always([])),),
+        test_coordinator_notices.test_agents_are_told_that_the_disk_of_the_state_directory_is_late,
+    ),
+    "nobody is told why a coordinator is not in office": UnitMutant(
+        ((CoordinatorState, "_tell_out_of_office", always([])),),
+        test_coordinator_notices.test_agents_are_told_why_a_coordinator_is_not_in_office,
+    ),
     "joiners with other settings are let in": UnitMutant(
         ((next_record, "_unlike", always(())),),
         test_next_record.test_a_joiner_with_other_settings_than_the_agents_that_take_part_is_refused,

@@ -218,6 +218,39 @@ def test_of_many_agents_that_are_waited_for_the_first_few_are_named() -> None:
     assert told.reason.endswith(" and 4 more")
 
 
+# NOTICE
+def test_agents_are_told_that_the_disk_of_the_state_directory_is_late() -> None:
+    driver = Driver(granted=True, has_directory=True)
+    a = driver.open("a")
+    (persist,) = [each for each in driver.hear(a, m.Ready(report("a"))) if isinstance(each, m.Persist)]
+    assert sent(driver.wait_with(a, 2.5), m.Notice) == []
+    told = m.Notice("waiting", "generation 1 is not yet on the disk of the coordinator's state directory")
+    assert sent(driver.wait_with(a, 5.0), m.Notice) == [(a, told)]
+    assert persist.decision is not None
+    assert sent(driver.do(m.Persisted(persist.decision.record.digest)), m.Push) != []
+    assert sent(driver.wait_with(a, 5.0), m.Notice) == []
+
+
+# NOTICE
+def test_agents_are_told_why_a_coordinator_is_not_in_office() -> None:
+    """Its state directory was lost, for example, and it was started with an empty one."""
+    former, *_ = found(has_directory=True)
+    driver = Driver(has_directory=True, granted=True)
+    decision = former.state.decision
+    assert decision is not None
+    driver.hear(1, m.Hello("a", "a", 1, decision=decision.ref))
+    driver.hear(1, m.KnownDecision(decision))
+    assert not driver.state.in_office
+    assert sent(driver.wait_with(1, 2.5), m.Notice) == []
+    why = "the last record was decided with a state directory, which this coordinator does not have"
+    assert driver.state.overdue == ""
+    assert sent(driver.wait_with(1, 5.0), m.Notice) == [(1, m.Notice("waiting", f"{why} (`elasticgang grant`)"))]
+    assert driver.state.overdue == why
+    driver.do(m.OfficeGranted())
+    driver.wait_with(1, 0.5)
+    assert driver.state.overdue == ""
+
+
 def test_each_welcome_says_whether_the_coordinator_listens_everywhere() -> None:
     driver = Driver(granted=True, everywhere=True)
     (welcome,) = sent(driver.hear(1, m.Hello("a", "a", 1)), m.Welcome)

@@ -196,7 +196,12 @@ RULES = {
     "NEXT-8": ("a record names the checkpoint that is reported last",),
     "NEXT-9": ("a record has any size", "one joiner too many costs all"),
     "NEXT-10": ("hosts that do not reach each other take part together",),
-    "NOTICE": ("nobody is told for whom the job waits", "why a proposal is undecided is told once"),
+    "NOTICE": (
+        "nobody is told for whom the job waits",
+        "nobody is told of a late disk",
+        "nobody is told why a coordinator is not in office",
+        "why a proposal is undecided is told once",
+    ),
     "OFFICE": (
         "a majority is trusted",
         "anybody founds a job",
