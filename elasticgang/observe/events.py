@@ -5,7 +5,8 @@ EVENTLOG-1  A caller never waits for the disk: a blocked one would delay the age
 EVENTLOG-2  `close` waits up to `FLUSH_S` for what is queued, and says how much was not written. A process that is
     killed loses what is queued, and no more.
 EVENTLOG-3  The file at its path has all events. One that was renamed, deleted or replaced while the agent runs, as by
-    logrotate, is made again from the file that the agent holds open: before the next event, and within `LOOK_S`.
+    logrotate, is made again from the file that the agent holds open: before the next event, and within `LOOK_S`. If it
+    cannot be, because its directory was deleted or the disk is full, that is said once and tried again every `RETRY_S`.
 EVENTLOG-4  A file that was truncated begins with the event `truncated`, because readers cannot know what it had.
 EVENTLOG-5  What the disk refuses, because it is full for example, waits as in EVENTLOG-1, and is tried again every
     `RETRY_S`: a line that was cut off is continued. Else nobody saw the rest of a job of which the disk was once full.
@@ -159,6 +160,7 @@ class _Writer:
         self._paths: deque[str] = deque()  # the files beside the events, the oldest first
         self._line = self._unwritten = b""  # what was appended last; it, or the rest of it, and what goes before it
         self._is_refused = False  # the last write has failed
+        self._makes_at_s: float | None = None  # when the file that could not be made again is tried again
         self._num_lost = 0  # files since the last one that was written (EVENTLOG-6)
 
     def append(self, line: bytes) -> None:
@@ -177,6 +179,8 @@ class _Writer:
         if file is None or not self._can_look:
             return
         if not self._is_at_path(file):
+            if self._makes_at_s is not None and time.monotonic() < self._makes_at_s:
+                return
             file = self._make_again(file)
         with contextlib.suppress(OSError):  # it may pass
             num_bytes = os.fstat(file.fileno()).st_size
@@ -201,21 +205,23 @@ class _Writer:
 
     def _make_again(self, file: BinaryIO) -> BinaryIO:
         """EVENTLOG-3. Returns the file to write to."""
-        draft = f"{self.path}.draft"
+        draft, began_s = f"{self.path}.draft", time.monotonic()
         try:
             with open(f"/proc/self/fd/{file.fileno()}", "rb") as source, open(draft, "wb") as target:
                 shutil.copyfileobj(source, target, _BLOCK_BYTES)
             copy = open(draft, "ab", buffering=0)  # noqa: SIM115
             os.replace(draft, self.path)
         except OSError as exc:  # the file that was renamed or deleted has the events all the same
-            self._can_look = False
-            text = f"was renamed, deleted or replaced, and cannot be made again: {exc.strerror}"
-            self._say(f"elasticgang: warning: {self.path} {text}")
+            if self._makes_at_s is None:
+                text = f"was renamed, deleted or replaced, and cannot be made again yet: {exc.strerror}"
+                self._say(f"elasticgang: warning: {self.path} {text}")
+            took_s = time.monotonic() - began_s  # long, where the disk has filled with the copy
+            self._makes_at_s = time.monotonic() + RETRY_S + 20 * took_s
             with contextlib.suppress(OSError):
                 os.unlink(draft)
             return file
         file.close()
-        self._file = copy
+        self._file, self._makes_at_s = copy, None
         self._can_look = self._is_at_path(copy)  # not where the numbers of files change by themselves
         text = "was renamed, deleted or replaced, and is made again, with all events"
         self._say(f"elasticgang: warning: {self.path} {text}")

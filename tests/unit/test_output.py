@@ -315,9 +315,30 @@ def test_a_log_that_cannot_be_made_again_goes_on_in_the_old_file(tmp_path: Path)
     log.write("spawned")
     log.write("exited")
     log.close()
-    what = "was renamed, deleted or replaced, and cannot be made again: No such file or directory"
+    what = "was renamed, deleted or replaced, and cannot be made again yet: No such file or directory"
     assert said == [f"elasticgang: warning: {file} {what}"]
     assert names_in(tmp_path / "moved" / "events.jsonl") == ["started", "spawned", "exited"]
+
+
+# EVENTLOG-3
+def test_a_log_whose_directory_is_there_again_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "RETRY_S", 0.01)
+    monkeypatch.setattr(events, "LOOK_S", 0.01)
+    said: list[str] = []
+    (tmp_path / "log").mkdir()
+    log, file = log_of_one_event(tmp_path / "log", said)
+    (tmp_path / "log").rename(tmp_path / "moved")
+    log.write("spawned")
+    wait_until(lambda: said, "the warning")
+    (tmp_path / "log").mkdir()
+    wait_until(lambda: file.exists() and names_in(file) == ["started", "spawned"], "the file again")
+    log.write("exited")
+    log.close()
+    assert names_in(file) == ["started", "spawned", "exited"]
+    assert [line.rpartition(", and ")[2] for line in said] == [
+        "cannot be made again yet: No such file or directory",
+        "is made again, with all events",
+    ]
 
 
 # EVENTLOG-4
