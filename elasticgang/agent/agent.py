@@ -133,7 +133,19 @@ class Agent:
 
     def run(self) -> int:
         """Raises OperationalError: the job could not be started. No process is left running."""
-        return asyncio.run(self._run())
+        code: int | None = None
+
+        async def run() -> None:
+            nonlocal code
+            code = await self._run()
+
+        try:
+            asyncio.run(run())
+        except RuntimeError:  # no thread is left, in which asyncio waits for those of `run_in_executor`
+            if code is None:
+                raise
+        assert code is not None
+        return code
 
     # -- life of the job
 
@@ -516,7 +528,8 @@ class Agent:
             self._device_memory.left(device, rank.pid)
         self._rank_events.on_exit(rank, died_at)
         # Once the others know: it starts a thread, in which a disk may not answer.
-        self._loop.run_in_executor(None, self._left_files.remove, rank.pid)
+        with contextlib.suppress(RuntimeError):  # no thread is left: `close` removes them
+            self._loop.run_in_executor(None, self._left_files.remove, rank.pid)
 
     async def _watch_ranks(self) -> None:
         """RULE-8, HANG-5."""

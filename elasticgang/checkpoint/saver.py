@@ -179,7 +179,7 @@ class DurableCheckpoints:
         model, number = place
         seated, tree = Seated(record.layout, model), self._server.registered.tree()
         captured = capture(tree, seated, number, len(plan.holders[model]))
-        with contextlib.suppress(OSError):  # the first save says so
+        with contextlib.suppress(OSError, RuntimeError):  # the first save says so
             self._writer = WriterProcess()
             if captured is not None:
                 self._writer.allocate(captured.shard.num_bytes)
@@ -231,13 +231,14 @@ class DurableCheckpoints:
                 self._writer = None
             self._writer = self._writer or WriterProcess()
             memory = self._writer.memory(captured.shard.num_bytes)
-        except OSError as exc:
+            told = self._on_saved, self._on_saving
+            save = _Save(plan, record.generation, captured, request, memory, self._writer, self._server, *told)
+            save.start()
+        except (OSError, RuntimeError) as exc:  # SAVER-2: a RuntimeError says that no thread is left
             log.warning("step %d is not saved: %s", plan.attempt.step, exc)
             self._failed = plan.directory
             return
-        told = self._on_saved, self._on_saving
-        self._save = _Save(plan, record.generation, captured, request, memory, self._writer, self._server, *told)
-        self._save.start()
+        self._save = save
 
     def _stop_copy(self) -> None:
         """What follows may overwrite the state."""
@@ -446,7 +447,15 @@ class _Save(threading.Thread):
         self._problem = ""
         self._began_s = time.monotonic()
         self.has_read = threading.Event()
-        server.lend(self)
+
+    def start(self) -> None:
+        """Raises RuntimeError: no thread is left, and nothing has begun."""
+        self._server.lend(self)
+        try:
+            super().start()
+        except RuntimeError:
+            self._server.give_back(self)
+            raise
 
     def has_failed(self, directory: str) -> bool:
         """Whether this was the save in `directory`, and has failed."""

@@ -23,14 +23,19 @@ class WriterProcess:
     """The process that writes. `answer` blocks, on the thread of a save."""
 
     def __init__(self) -> None:
+        """Raises OSError: it cannot be started."""
         self._descriptor = os.memfd_create("eg-checkpoint", os.MFD_CLOEXEC)
         self._mapped: mmap.mmap | None = None
-        self._process = subprocess.Popen(
-            command_of("elasticgang.checkpoint.writer", str(self._descriptor), str(os.getpid())),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[self._descriptor],
-        )
+        try:
+            self._process = subprocess.Popen(
+                command_of("elasticgang.checkpoint.writer", str(self._descriptor), str(os.getpid())),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[self._descriptor],
+            )
+        except BaseException:
+            os.close(self._descriptor)
+            raise
 
     @property
     def is_dead(self) -> bool:
@@ -46,7 +51,7 @@ class WriterProcess:
 
     def allocate(self, num_bytes: int) -> None:
         """Let the pages of the memory be there before they are copied to: the first copy to a page takes 8 times as
-        long as a later one. Raises OSError."""
+        long as a later one. Raises OSError, or RuntimeError: no thread is left."""
         memory = self.memory(num_bytes)
 
         def populate() -> None:

@@ -144,7 +144,8 @@ def _end(code: int, notices: socket.socket) -> NoReturn:
 
         sys.unraisablehook = show_unless_interrupt
         if notices.fileno() >= 0:  # else it is a child that the script has forked
-            threading.Thread(target=_tell_if_it_goes_on, name="rank-end", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no thread is left
+                threading.Thread(target=_tell_if_it_goes_on, name="rank-end", daemon=True).start()
         for wind_up in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # waits for threads
             try:
                 wind_up()

@@ -11,6 +11,9 @@ RENDEZVOUS-2  On CUDA, the streams of this rank have then drained too: what was 
 RENDEZVOUS-3  The agent's notice halts the comm process, and the first commit of the next generation kills it (COMM-6):
     all agents of the generation get the notice, so that no rank learns of the end only by a closed connection. While
     the coordinator is away the ranks of other hosts do, after `HALTED_S` at most.
+RENDEZVOUS-4  A rank for which no comm process can be started, because the host has no process or memory left, does not
+    enter the generation: it ends it after `NO_MEMORY_S`, and tries again in the next one (MANAGER-17). As an error of
+    the script, on two ranks of a host in one step, it would end the job.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ from elasticgang.member.data_store import DataStore
 from elasticgang.member.generation import Generation
 from elasticgang.member.rank_context import RankContext
 from elasticgang.member.stopped_at import stopped_at
-from elasticgang.member.sums import Sums
+from elasticgang.member.sums import NO_MEMORY_S, Sums
 from elasticgang.member.torch_environment import TorchEnvironment
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.process.late_signals import LONGEST_WAIT_S
@@ -129,6 +132,7 @@ class ElasticRendezvous:
         self._aborted = AbortNotice()  # written by the link's thread, as is the next
         self._joining = 0
         self._connecting_s, self._has_timed_out = 0.0, False  # of the last generation that was not connected
+        self._is_without_comm = False  # RENDEZVOUS-4
         self._phases: dict[str, float] = {}  # of the change under way, and when each ended
         self.drain, self.page = context.drain, context.drain.page
         self._lease = Lease(context.lease)
@@ -372,7 +376,7 @@ class ElasticRendezvous:
 
     def _open(self, record: Record, seat: Seat) -> Generation:
         """The generation, with groups that nothing connects yet. From here on an abort ends it."""
-        groups = self._groups.open(_COMM_TIMEOUT_S)
+        groups = self._open_groups()
         data = None if self._data is None else self._data.open(groups.comm.block)
         rank = record.plan.ranks[self.member]
         sums = self._open_sums(record, rank, groups)
@@ -394,6 +398,20 @@ class ElasticRendezvous:
         self._generation = Generation(record, seat, rank, groups, sums, data)
         self.page.use(groups.comm.block)
         return self._generation
+
+    def _open_groups(self) -> Configuration:
+        """Raises GangError: there is no comm process (RENDEZVOUS-4)."""
+        try:
+            groups = self._groups.open(_COMM_TIMEOUT_S)
+        except OperationalError as exc:
+            level = logging.DEBUG if self._is_without_comm else logging.WARNING
+            log.log(level, "rank %d has no comm process, and tries again: %s", self.local_rank, exc)
+            self._is_without_comm = True
+            self._connecting_s, self._has_timed_out = NO_MEMORY_S, False
+            time.sleep(NO_MEMORY_S)
+            raise PeerLostError(f"a rank has no comm process: {exc}") from exc
+        self._is_without_comm = False
+        return groups
 
     def _open_sums(self, record: Record, rank: int, groups: Configuration) -> Sums:
         route = sum_route(record, rank)

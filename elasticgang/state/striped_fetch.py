@@ -23,6 +23,7 @@ FETCH-12  A holder sends chunks to `MAX_SERVED` ranks at a time, and to a rank t
     and would end their connections. If no holder has a turn, the rank tries again in the next step: the ranks that have
     healed by then are holders too. So their number grows by a factor in each step, while the state of one holder would
     reach all others at once very late. At most `MAX_SOURCES` are asked at once.
+FETCH-13  Where no thread is left, fewer holders are asked, or none. The rank then tries again in the next step.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class StripedFetch:
         self._received_small, self._place_small = received_small, place_small
         self._changed = threading.Condition() if received is None else received.changed
         self._left = deque(sources)  # not asked yet
-        self._num_live = min(num_at_once, MAX_SOURCES, max(1, -(-num_bytes // STRIPE_BYTES)))  # FETCH-6
+        self._num_at_once = min(num_at_once, MAX_SOURCES, max(1, -(-num_bytes // STRIPE_BYTES)))  # FETCH-6
+        self._num_live = self._num_at_once
         self._name = secrets.token_hex(16)  # FETCH-12
         self._num_turns = 0
         self._is_asking = False  # for a turn
@@ -153,10 +155,17 @@ class StripedFetch:
         Raises:
             OperationalError: a thread that receives does not end. It could write to the state later.
         """
-        threads = [threading.Thread(target=self._pull_from_any, daemon=True) for _ in range(self._num_live)]
-        for thread in threads:
-            thread.start()
+        threads = []
+        try:
+            for _ in range(self._num_at_once):
+                thread = threading.Thread(target=self._pull_from_any, daemon=True)
+                thread.start()
+                threads.append(thread)
+        except RuntimeError as exc:  # FETCH-13
+            if not threads:
+                _note_failure("any rank", str(exc))
         with self._changed:
+            self._num_live -= self._num_at_once - len(threads)
             while not (self._is_done() or self._fault is not None or self._cancelled()) and self._num_live:
                 self._changed.wait(_POLL_S)
             done, self.is_over = self._is_done(), True

@@ -1,14 +1,24 @@
-"""A host on which nothing more can be had for a while: descriptors, here."""
+"""A host on which nothing more can be had for a while: descriptors, processes and threads, here."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from elasticgang.checkpoint import listing
+from elasticgang.checkpoint.locations import storage_at
+from scripts.chaos_runs.soaking.comm_processes import comm_processes
 from tests.chaos.training_scripts import training
 from tests.support import Job, kill, wait_until
 
 BODY = 'time.sleep(0.01); (here / f"at-{rank}").write_text(f"{step.index}\\n")'
+
+PIDS_ROOTS = (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup"))  # of version 1 and 2
 
 
 def allow_descriptors(pid: int, limit: int) -> int:
@@ -16,6 +26,30 @@ def allow_descriptors(pid: int, limit: int) -> int:
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, hard))
     return soft
+
+
+@contextlib.contextmanager
+def no_further_threads(job: Job) -> Iterator[None]:
+    """Where a container's limit of processes is reached. Skips the test where this user may make no control group."""
+    top = next((root for root in PIDS_ROOTS if (root / "cgroup.procs").exists()), None)
+    group = (top or PIDS_ROOTS[0]) / f"eg-test-{uuid.uuid4().hex}"
+    try:
+        group.mkdir()
+        (group / "pids.max").write_text("1")
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        for process in job.processes():
+            with contextlib.suppress(ProcessLookupError):
+                (group / "cgroup.procs").write_text(str(process.pid))
+        yield
+    finally:
+        (group / "pids.max").write_text("max")
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                (group.parent / "cgroup.procs").write_text(pid)
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), "the end of its processes")
+        group.rmdir()
 
 
 # DOOR-4
@@ -61,4 +95,72 @@ def test_the_end_of_the_job_needs_nothing_more(tmp_path: Path) -> None:
         job.process.terminate()
         assert job.wait() == 143
         job.assert_nothing_left()
+        assert "Traceback" not in job.stderr
+
+
+# SAVER-2 FETCH-13
+def test_ranks_without_threads_for_saves_and_heals_train_on(tmp_path: Path) -> None:
+    """As where a container's limit of processes is reached."""
+    body = """
+                import threading
+                threading.stack_size(1 << 47 if step.index < 4 else 0)  # more than there is
+                """
+    setup = "manager.checkpoints(every_steps=2)"
+    path = training(tmp_path, steps=6, setup=setup, body=body)
+    with Job(tmp_path, path, ranks=2, options=["--checkpoint-dir", str(tmp_path / "checkpoints")]) as job:
+        assert job.wait() == 0, job.stderr
+        told = [line for line in job.stderr.splitlines() if "is not saved" in line]
+        assert told
+        assert all(line.endswith("is not saved: can't start new thread") for line in told)
+    assert next(listing.scan(storage_at(tmp_path / "checkpoints"))).attempt.step == 6
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_the_end_of_the_job_needs_no_further_thread(tmp_path: Path, code: int) -> None:
+    body = f'{BODY}\n                while not (here / "go").exists(): time.sleep(0.01)'
+    with Job(tmp_path, training(tmp_path, steps=1 if code == 0 else 100_000, body=body), ranks=2) as job:
+        for rank in range(2):
+            job.expect_file(tmp_path / f"at-{rank}")
+        with no_further_threads(job):
+            if code:
+                job.process.terminate()
+            (tmp_path / "go").touch()
+            assert job.wait() == code, job.stderr
+            job.assert_nothing_left()
+        assert "Traceback" not in job.stderr
+
+
+def test_ranks_that_die_together_while_there_is_no_further_thread_come_back(tmp_path: Path) -> None:
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=5) as job:
+        for rank in range(5):  # which have healed then
+            wait_until(lambda at=tmp_path / f"at-{rank}": int(job.expect_file(at)) > 3, "all ranks")  # type: ignore[misc]
+        with no_further_threads(job):
+            for pid in [job.rank_pid(rank) for rank in range(1, 5)]:
+                kill(pid)
+            job.expect("warned", count=4)
+        for rank in range(1, 5):
+            job.expect("entered", local_rank=rank, count=2)
+        job.process.terminate()
+        assert job.wait() == 143
+        assert "Traceback" not in job.stderr
+
+
+# RENDEZVOUS-4
+def test_ranks_that_get_no_comm_process_wait_for_one(tmp_path: Path) -> None:
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=3) as job:
+        for rank in range(3):  # which have healed then
+            wait_until(lambda at=tmp_path / f"at-{rank}": int(job.expect_file(at)) > 3, "all ranks")  # type: ignore[misc]
+        with no_further_threads(job):
+            kill(job.rank_pid(2))
+            job.expect("generation", generation=2)
+            for pid in {pid for rank in range(2) for pid in comm_processes(job.rank_pid(rank))}:
+                kill(pid)
+            job.expect_line("has no comm process, and tries again: ")
+        job.expect("entered", local_rank=2, count=2)
+        step = int(job.expect_file(tmp_path / "at-0"))
+        wait_until(lambda: int(job.expect_file(tmp_path / "at-0")) > step + 3, "further steps")
+        assert {seen["local_rank"] for seen in job.events() if seen["event"] == "exited"} == {2}
+        assert job.stderr.count("rank 0 has no comm process") <= 1
+        job.process.terminate()
+        assert job.wait() == 143
         assert "Traceback" not in job.stderr

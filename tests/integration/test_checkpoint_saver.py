@@ -105,6 +105,24 @@ def test_two_ranks_save_what_one_loads(saved: Path) -> None:
     assert writers() == []
 
 
+# SAVER-2
+def test_a_save_for_which_no_thread_is_left_costs_that_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank(tmp_path)
+    rank.enter(("a0",))
+    usual = threading.stack_size(1 << 47)  # more than there is
+    try:
+        rank.train(9).begin()  # which allocates memory for the first save
+        rank.train(10).begin()
+        with rank.server.exclusive():  # no apply waits for the save
+            pass
+    finally:
+        threading.stack_size(usual)
+    (warning,) = [record.getMessage() for record in caplog.records if "is not saved" in record.getMessage()]
+    assert warning == "step 10 is not saved: can't start new thread"
+    rank.save(20)
+    assert [found.attempt for found in listing.scan(storage_at(tmp_path))] == [Attempt(20, 1)]
+
+
 # SAVER-1
 def test_an_apply_waits_for_the_copy_alone(tmp_path: Path) -> None:
     rank = Rank(tmp_path, keep=1)

@@ -426,3 +426,20 @@ def test_many_small_tensors_take_few_requests() -> None:
     while rest:
         num_frames, rest = num_frames + 1, rest[4 + int.from_bytes(rest[:4], "big") :]
     assert num_frames < 12  # three of them requests for chunks
+
+
+# FETCH-13
+def test_a_heal_without_a_thread_fails_and_the_next_one_delivers(
+    pulls: list[striped_fetch.StripedFetch], caplog: pytest.LogCaptureFixture
+) -> None:
+    sources, healer = holders(2), Rank(1, size=SIZE)
+    usual = threading.stack_size(1 << 47)  # more than there is
+    try:
+        with caplog.at_level(logging.WARNING, "elasticgang"):
+            assert not healer.server.heal(addresses(sources), AT)
+            assert not healer.server.heal(addresses(sources), AT)
+    finally:
+        threading.stack_size(usual)
+    assert caplog.text.count("could not heal from any rank: can't start new thread") == 1
+    assert healer.server.heal(addresses(sources), AT)
+    assert_healed(healer, sources)
