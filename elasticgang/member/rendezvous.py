@@ -13,7 +13,7 @@ RENDEZVOUS-3  The agent's notice halts the comm process, and the first commit of
     the coordinator is away the ranks of other hosts do, after `HALTED_S` at most.
 RENDEZVOUS-4  A rank for which no comm process can be started, because the host has no process or memory left, does not
     enter the generation: it ends it after `NO_MEMORY_S`, and tries again in the next one (MANAGER-17). As an error of
-    the script, on two ranks of a host in one step, it would end the job.
+    the script, on two ranks of a host in one step, it would end the job. It is such an error where the job starts.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ElasticRendezvous:
         self._aborted = AbortNotice()  # written by the link's thread, as is the next
         self._joining = 0
         self._connecting_s, self._has_timed_out = 0.0, False  # of the last generation that was not connected
-        self._is_without_comm = False  # RENDEZVOUS-4
+        self._has_had_comm, self._is_without_comm = context.has_trained, False  # RENDEZVOUS-4
         self._phases: dict[str, float] = {}  # of the change under way, and when each ended
         self.drain, self.page = context.drain, context.drain.page
         self._lease = Lease(context.lease)
@@ -400,17 +400,19 @@ class ElasticRendezvous:
         return self._generation
 
     def _open_groups(self) -> Configuration:
-        """Raises GangError: there is no comm process (RENDEZVOUS-4)."""
+        """Raises GangError, or OperationalError where the job starts: there is no comm process (RENDEZVOUS-4)."""
         try:
             groups = self._groups.open(_COMM_TIMEOUT_S)
         except OperationalError as exc:
+            if not self._has_had_comm:
+                raise
             level = logging.DEBUG if self._is_without_comm else logging.WARNING
             log.log(level, "rank %d has no comm process, and tries again: %s", self.local_rank, exc)
             self._is_without_comm = True
             self._connecting_s, self._has_timed_out = NO_MEMORY_S, False
             time.sleep(NO_MEMORY_S)
             raise PeerLostError(f"a rank has no comm process: {exc}") from exc
-        self._is_without_comm = False
+        self._has_had_comm, self._is_without_comm = True, False
         return groups
 
     def _open_sums(self, record: Record, rank: int, groups: Configuration) -> Sums:
