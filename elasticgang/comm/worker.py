@@ -195,7 +195,8 @@ class Worker:
         first = select.poll()
         first.register(self._sock, select.POLLIN)
         if not first.poll(WARM_UP_S * 1000):
-            self._threads.submit(self._warm_up)
+            with contextlib.suppress(RuntimeError):  # no thread is left
+                self._threads.submit(self._warm_up)
         while True:
             length, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], _ANCILLARY_BYTES)
             data = self._buffer[:length]
