@@ -193,7 +193,7 @@ def test_when_it_stays_away_the_job_ends_with_an_error(tmp_path: Path) -> None:
 def test_agents_and_the_coordinator_say_that_its_state_directory_is_lost(tmp_path: Path, alone: str) -> None:
     """Nobody but an operator knows whether that directory has a newer record. The word comes before leases end."""
     with Cluster(tmp_path, holds=[5], state=True) as cluster:
-        agents = [cluster.start(), cluster.start()]
+        agents = [cluster.start(nnodes="2:9") for _ in range(2)]
         cluster.reached(5, 4)
         kill(cluster.coordinator.process.pid)
         cluster.coordinator.process.wait()
