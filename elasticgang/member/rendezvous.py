@@ -133,6 +133,7 @@ class ElasticRendezvous:
         self._joining = 0
         self._connecting_s, self._has_timed_out = 0.0, False  # of the last generation that was not connected
         self._has_had_comm, self._is_without_comm = context.has_trained, False  # RENDEZVOUS-4
+        self._not_opened: GangError | None = None  # why there is no generation, though the record has a seat
         self._phases: dict[str, float] = {}  # of the change under way, and when each ended
         self.drain, self.page = context.drain, context.drain.page
         self._lease = Lease(context.lease)
@@ -179,7 +180,7 @@ class ElasticRendezvous:
 
     @property
     def error(self) -> GangError | None:
-        return None if self._generation is None else self._generation.error
+        return self._not_opened if self._generation is None else self._generation.error
 
     @property
     def num_collectives(self) -> int:
@@ -360,7 +361,7 @@ class ElasticRendezvous:
 
     def _leave_generation(self) -> None:
         """RENDEZVOUS-1."""
-        generation, self._generation = self._generation, None
+        generation, self._generation, self._not_opened = self._generation, None, None
         self.page.use(None)
         for gang in self._elastic.values():
             gang.bind(None)
@@ -411,7 +412,8 @@ class ElasticRendezvous:
             self._is_without_comm = True
             self._connecting_s, self._has_timed_out = NO_MEMORY_S, False
             time.sleep(NO_MEMORY_S)
-            raise PeerLostError(f"a rank has no comm process: {exc}") from exc
+            self._not_opened = PeerLostError(f"a rank has no comm process: {exc}")
+            raise self._not_opened from exc
         self._has_had_comm, self._is_without_comm = True, False
         return groups
 
