@@ -12,9 +12,13 @@ SAVER-6  The committing writer waits for no share that will never come. A rank l
     show a file so late. The save of the final state supersedes the one before.
 SAVER-7  A relative directory is that of the working directory at the start, for the rank and for its writer, which has
     the working directory of a later time.
-SAVER-8  A rank that starts in a job that has trained goes on where no checkpoint can be written or listed, with a
-    warning: it heals, and its saves may succeed later. As an error of the script, which comes again at once, it would
-    be given up for good (RESTART-3) for what the others survive (SAVER-2, SAVER-5).
+SAVER-8  A rank that starts where ranks of its host have trained goes on where no checkpoint can be written or listed,
+    with a warning: it heals, and its saves may succeed later. As an error of the script, which comes again at once, it
+    would be given up for good (RESTART-3) for what the others survive (SAVER-2, SAVER-5). It lists them for `LIST_S`
+    before it says that there are none: if nobody is left from whom it could heal, that ends the job.
+SAVER-9  No rank begins a save while the last vote of its generation has counted one under way, except the final one: a
+    rank whose former save has ended would write a share to which no manifest comes. While the committing writer hangs,
+    as on a mount whose server is away, nobody would delete these.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ log = logging.getLogger("elasticgang")
 
 FINISH_TIMEOUT_S = 600.0
 ALONE_S = 60.0  # NFS keeps that a file is missing for up to so long
+LIST_S = 10.0
+_LIST_AGAIN_S = 1.0
 _ROUND_S = 1.0
 _LOOK_S = 0.1
 _COMMITTER = ((0, 0, 0), 0)  # the part and the number of the writer that writes the manifest
@@ -109,6 +115,7 @@ class DurableCheckpoints:
         self._writer: WriterProcess | None = None
         self._save: _Save | None = None
         self._num_saving = 0.0  # ranks with a save under way, by the last vote
+        self._counted_in = 0  # the generation of that vote
         self._last: str = ""  # the directory of the plan that was followed last
         self._loaded: Attempt | None = None
         self._failed: str = ""  # the directory of a plan that could not be followed
@@ -136,7 +143,7 @@ class DurableCheckpoints:
     def count(self, num_proposals: float, num_saving: float, generation: int) -> None:
         """A vote of `generation` has been counted: so many ranks proposed a save, and had one under way."""
         self._schedule.count(num_proposals, generation)
-        self._num_saving = num_saving
+        self._num_saving, self._counted_in = num_saving, generation
         if num_saving == 1:
             self._stop_waiting()
 
@@ -167,6 +174,10 @@ class DurableCheckpoints:
             former = self._save.plan
             what = f"its save in {former.directory}" if former.attempt == tip else f"that of step {former.attempt.step}"
             log.warning("step %d is not saved: %s has not ended", tip.step, what)
+            return
+        if self._num_saving and self._counted_in == state.entered and not is_last:  # SAVER-9
+            if place == _COMMITTER:
+                log.warning("step %d is not saved: a rank had not ended the save before at the last vote", tip.step)
             return
         self._start(plan, place, record)
 
@@ -338,14 +349,20 @@ class DurableCheckpoints:
             CheckpointError: there are checkpoints, and none can be used (SAVER-3), or they cannot be listed (but see
                 SAVER-8); and this rank does not hold the state of a committed step.
         """
-        try:
-            return self._newest()
-        except CheckpointError as exc:
-            survives = self._has_trained and isinstance(exc, listing.UnreadableError)  # SAVER-8
-            if not survives and (state.tip is None or state.tip.step == 0):
-                raise
-            log.warning("%s", exc)  # SAVER-5
-            return None
+        lacks_state = state.tip is None or state.tip.step == 0
+        until_s = time.monotonic() + LIST_S
+        while True:
+            try:
+                return self._newest()
+            except CheckpointError as exc:
+                survives = self._has_trained and isinstance(exc, listing.UnreadableError)  # SAVER-8
+                if lacks_state and survives and time.monotonic() < until_s:
+                    time.sleep(_LIST_AGAIN_S)
+                    continue
+                if lacks_state and not survives:
+                    raise
+                log.warning("%s", exc)  # SAVER-5
+                return None
 
     def _newest(self) -> CheckpointRef | None:
         problems = []

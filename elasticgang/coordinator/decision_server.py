@@ -26,8 +26,8 @@ SERVE-STOP     The process ends when the state machine raises or a write fails. 
                all of its state.
 SERVE-LEAVE    After SIGTERM the process ends once no agent that was signalled too has a session: the ranks that hold
                the last copy of the state may need a record before they can save it and leave. It waits `REPEATED_S` for
-               those that are signalled a moment later. SIGINT, or a second SIGTERM that is no repetition (REPEAT-1),
-               ends it at once.
+               those that are signalled a moment later, or open another session. SIGINT, or a second SIGTERM that is no
+               repetition (REPEAT-1), ends it at once.
 """
 
 from __future__ import annotations
@@ -181,14 +181,14 @@ class CoordinatorServer:
 
     async def until_left(self) -> None:
         """SERVE-LEAVE"""
-        waits_until_s, told = time.monotonic() + REPEATED_S, False
-        while any(job.connections for job in self._jobs.values()):
-            num_stopping = sum(len(job.state.stopping_agents) for job in self._jobs.values())
-            if not num_stopping and time.monotonic() >= waits_until_s:
-                return
-            if num_stopping and not told:
-                told = True
-                self._log("SIGTERM has come to agents too: the coordinator ends after them")
+        has_sessions = any(job.connections for job in self._jobs.values())
+        waits_until_s, told = time.monotonic() + REPEATED_S * has_sessions, False
+        while time.monotonic() < waits_until_s:
+            if any(job.state.stopping_agents for job in self._jobs.values()):
+                waits_until_s = time.monotonic() + REPEATED_S  # one may lose its session for a moment
+                if not told:
+                    told = True
+                    self._log("agents are stopping too: the coordinator ends after them")
             await asyncio.sleep(_LEAVE_POLL_S)
 
     def grant(self, job: str) -> Granted | Refused:

@@ -155,9 +155,11 @@ async def serve_until_signalled(
 
 async def _stop(stop: asyncio.Event, server: CoordinatorServer, over: asyncio.Future[None]) -> None:
     await stop.wait()
-    await server.until_left()
-    if not over.done():
-        over.set_result(None)
+    try:
+        await server.until_left()
+    finally:
+        if not over.done():
+            over.set_result(None)
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:

@@ -370,8 +370,8 @@ class QuorumManager:
             ValueError: no directory is given, neither or both of `every_steps` and `every_seconds` are, or a number is
                 too small or no integer.
             InvalidOperationError: it was called before, or the first step has begun.
-            OperationalError: the directory cannot be written, or the URL cannot be listed. In a job that has trained
-                before this rank started, that is a warning.
+            OperationalError: the directory cannot be written, or the URL cannot be listed. If ranks of this host had
+                trained before this one started, that is a warning.
             NotSupportedError: what the URL needs is missing: `pip install 'elasticgang[fsspec]'`, and fsspec's package
                 for that kind of store; or the URL names the memory of a process (`memory://`).
         """

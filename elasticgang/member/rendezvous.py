@@ -377,6 +377,7 @@ class ElasticRendezvous:
 
     def _open(self, record: Record, seat: Seat) -> Generation:
         """The generation, with groups that nothing connects yet. From here on an abort ends it."""
+        self._stopped_at = ""
         groups = self._open_groups()
         data = None if self._data is None else self._data.open(groups.comm.block)
         rank = record.plan.ranks[self.member]
@@ -394,7 +395,6 @@ class ElasticRendezvous:
                 if data is not None:
                     data.kill(error)
 
-        self._stopped_at = ""
         groups.on_end = on_end
         self._generation = Generation(record, seat, rank, groups, sums, data)
         self.page.use(groups.comm.block)

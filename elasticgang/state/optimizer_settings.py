@@ -90,14 +90,14 @@ def settings_form(optimizer: Any, max_norm: float | None, required: Sequence[Seq
     return tuple(found)
 
 
-def own_settings(optimizer: Any) -> Iterator[Item]:
-    """What a script chooses for an optimizer: the settings of all groups, in words. Not the learning rate that a
-    schedule of torch sets: what the script has given is `initial_lr` then."""
+def own_settings(optimizer: Any, *, is_scheduled: bool) -> Iterator[tuple[str, str, object]]:
+    """What a script chooses for an optimizer: the names of the settings of all groups, in words, and as they are. Not
+    the learning rate if a schedule of torch sets it: what the script has given is `initial_lr` then, if anything."""
     for number, group in enumerate(groups_of(optimizer)):
         for key, value in settings_of(group).items():
-            is_chosen = key not in _NOT_OF_THE_SCRIPT and not (key == "lr" and "initial_lr" in group)
+            is_chosen = key not in _NOT_OF_THE_SCRIPT and not (key == "lr" and (is_scheduled or "initial_lr" in group))
             if is_chosen and (description := _described(value)) is not None:
-                yield f"{key!r} of parameter group {number}", description
+                yield f"{key!r} of parameter group {number}", description, value
 
 
 def _described(value: Any) -> str | None:

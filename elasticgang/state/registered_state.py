@@ -34,8 +34,8 @@ REGISTERED-11  A parameter that a step has frozen is frozen by nothing in a job 
     state that is loaded is known, and what requires gradients in each of the next `_NUM_TRAINED` steps is told. Not
     sooner: two networks may train in turns.
 REGISTERED-12  A job that resumes has the settings of optimizers that were saved, as after torch's `load_state_dict`,
-    also where the script is started with others. Those that it began with otherwise, and that no step has changed when
-    `_NUM_TRAINED` have voted, are told: they would be ignored without a word.
+    also where the script is started with others. Those that it began with otherwise, and that no step has set when
+    `_NUM_TRAINED` have voted, to the same number or another, are told: they would be ignored without a word.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from elasticgang.errors import WireError
 from elasticgang.protocol.form import Form, Item
@@ -115,7 +116,8 @@ class RegisteredState:
         self._forms: dict[str, Form] = {}  # by the name of the object, of those that `form` has read
         self._frozen: list[tuple[str, str]] = []  # REGISTERED-11: by module and name
         self._num_trained = 0  # steps since
-        self._replaced: dict[str, tuple[str, str]] = {}  # REGISTERED-12: settings of the script, and those loaded
+        self._replaced: dict[str, tuple[str, tuple[str, object]]] = {}  # REGISTERED-12: the script's, those loaded
+        self._has_begun = False  # a step: what is loaded from now on replaces no settings of the script
         self._num_replaced = 0  # steps since
         self._versions: dict[str, list[int]] = {}  # of the parameters, when the step began (REGISTERED-9)
         self.snapshot: dict[str, Any] = {}
@@ -245,6 +247,7 @@ class RegisteredState:
         return any(item is each for of_kind in kinds for each in of_kind.values())
 
     def begin_step(self) -> None:
+        self._has_begun = True
         self.keep_snapshot()  # also without state: this rank's may be designated (RECOVERY-3)
         for name, module in self._modules.items():
             if not any(isinstance(parameter, DTensor) for parameter in self._parameters[name].values()):
@@ -282,18 +285,24 @@ class RegisteredState:
         if not self._replaced:
             return []
         present = self._own_settings()
-        self._replaced = {what: both for what, both in self._replaced.items() if present.get(what) == both[1]}
+        self._replaced = {
+            what: (own, loaded)
+            for what, (own, loaded) in self._replaced.items()
+            if (found := present.get(what)) is not None and found[0] == loaded[0] and found[1] is loaded[1]
+        }
         self._num_replaced += 1
         if self._num_replaced < _NUM_TRAINED:
             return []
-        found, self._replaced = self._replaced, {}
-        return [f"{what} is {loaded} and not {own}" for what, (own, loaded) in found.items()]
+        replaced, self._replaced = self._replaced, {}
+        return [f"{what} is {loaded} and not {own}" for what, (own, (loaded, _)) in replaced.items()]
 
-    def _own_settings(self) -> dict[str, str]:
+    def _own_settings(self) -> dict[str, tuple[str, object]]:
+        """By name: in words, and as they are."""
+        is_scheduled = any(isinstance(each, ReduceLROnPlateau) for each in self._others.values())
         return {
-            f"{what} of {name!r}": value
+            f"{what} of {name!r}": (description, value)
             for name, optimizer in self._optimizers.items()
-            for what, value in own_settings(optimizer)
+            for what, description, value in own_settings(optimizer, is_scheduled=is_scheduled)
         }
 
     def drop_gradients(self) -> None:
@@ -339,9 +348,12 @@ class RegisteredState:
         self.load_small(state["small"])
         if "frozen" in state:  # of no peer, with whom the settings are compared (DRIVER-5)
             self._frozen, self._num_trained = state["frozen"], 0
+        if "frozen" in state and not self._has_begun:
             loaded = self._own_settings()
             self._replaced = {
-                what: (value, loaded[what]) for what, value in own.items() if loaded.get(what, value) != value
+                what: (mine, loaded[what])
+                for what, (mine, _) in own.items()
+                if what in loaded and loaded[what][0] != mine
             }
             self._num_replaced = 0
         self.keep_snapshot()

@@ -1,9 +1,12 @@
 """The global batch: its size is constant, it consists of slots of one size, and the active ranks divide the slots.
 
 EMPTYLOOP-1  Where a loop over slots ends of which this rank has none, it reduces its zeros, as the others reduce their
-    gradients in the last backward. Not inside `torch.no_grad()`, as in an evaluation: the training may follow.
+    gradients in the last backward. Not inside `torch.no_grad()`, as in an evaluation: the training may follow. The
+    slots of such a loop are none whose gradients are kept.
 EMPTYLOOP-2  Of the slots that are asked for inside `torch.no_grad()` none is left out as kept: their gradients are not
     those of an earlier try.
+EMPTYLOOP-3  Once the step is committed, a loop over its slots is as one over `share`: the others wait for nothing of
+    this rank, and it does not leave the step when a peer dies (MANAGERSLOTS-1).
 """
 
 from __future__ import annotations
@@ -80,19 +83,21 @@ class Slots(Sequence[Slot]):
         return self._slots[index]
 
     def __iter__(self) -> Iterator[Slot]:
+        step = None if self._step is None or self._step.committed else self._step  # EMPTYLOOP-3
+        trains = step is not None and torch.is_grad_enabled()  # EMPTYLOOP-1
         for slot in self._slots:
-            if self._step is not None:
-                self._step.check()
-                self._step.slot = slot.number
+            if step is not None:
+                step.check()
+                step.slot = slot.number if trains else None
             seed_generators(slot.seed)
             yield slot
-            if self._step is not None:
-                self._step.end_slot()
-        if self._step is not None:
-            self._step.slot = None
-            self._step.check()
-            if not self._slots and torch.is_grad_enabled():  # EMPTYLOOP-1
-                self._step.contribute()
+            if step is not None and trains:
+                step.end_slot()
+        if step is not None:
+            step.slot = None
+            step.check()
+            if trains and not self._slots:
+                step.contribute()
 
 
 class GlobalBatch:

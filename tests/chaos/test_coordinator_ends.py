@@ -20,11 +20,11 @@ from tests.support import PROMPT_S, wait_until
 
 
 @contextlib.contextmanager
-def session(coordinator: Coordinator, *, is_stopping: bool) -> Iterator[Session]:
+def session(coordinator: Coordinator, *, is_stopping: bool, number: int = 1) -> Iterator[Session]:
     """Of an agent that is in no record. The coordinator has handled what it told."""
     opened = Session(coordinator.port, b"", AGENT, JOB_ID)
     with contextlib.closing(opened.sock):
-        opened.send(Hello("a", "incarnation", 1))
+        opened.send(Hello("a", "incarnation", number))
         assert b"Welcome" in opened.receive()
         opened.send(AgentFacts(is_stopping=is_stopping))
         opened.send(Heartbeat(1))
@@ -91,6 +91,22 @@ def test_another_signal_ends_it_at_once(coordinator: Coordinator, number: signal
         assert coordinator.wait(PROMPT_S) == 0
 
 
-def test_without_sessions_it_ends_at_once(coordinator: Coordinator) -> None:
+# SERVE-LEAVE
+def test_it_outlives_a_session_that_an_agent_which_is_stopping_opens_again(coordinator: Coordinator) -> None:
+    with session(coordinator, is_stopping=True):
+        coordinator.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: waits(coordinator), "a line")
+        time.sleep(REPEATED_S)  # not only because of those that are signalled later
+    with session(coordinator, is_stopping=True, number=2) as agent:
+        agent.send(Heartbeat(2))
+        while b"HeartbeatAnswer" not in agent.receive():
+            pass
+        time.sleep(REPEATED_S)
+        assert coordinator.process.poll() is None
+    assert coordinator.wait(PROMPT_S) == 0
+    assert coordinator.stderr.count("ends after them") == 1
+
+
+def test_without_sessions_it_ends(coordinator: Coordinator) -> None:
     coordinator.process.send_signal(signal.SIGTERM)
-    assert coordinator.wait(REPEATED_S) == 0
+    assert coordinator.wait(PROMPT_S) == 0

@@ -427,10 +427,36 @@ def test_a_save_that_another_rank_has_left_out_is_given_up_once_no_other_rank_sa
     rank.checkpoints.count(0.0, 1.0, 1)
     wait_until(lambda: not rank.checkpoints.is_saving, "the end of the save")
     assert "is missing: part-0-0-0-00001.json" in caplog.text
+    rank.checkpoints.count(0.0, 0.0, 1)
     other.train(20).begin()
     rank.save(20)
     other.close()
     assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [20]
+
+
+# SAVER-9
+def test_no_rank_begins_a_save_while_one_is_under_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The shares that the others would write would have no manifest."""
+    ranks = [Rank(tmp_path, member) for member in MEMBERS]
+    for rank in ranks:
+        rank.checkpoints.count(0.0, 1.0, 1)
+        rank.train(10).begin()
+        assert not rank.checkpoints.is_saving
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 10 is not saved: a rank had not ended the save before at the last vote"
+    ]
+    for rank in ranks:
+        rank.enter(MEMBERS, 2)  # whose first save is after no vote of it
+        rank.begin()
+        assert rank.checkpoints.is_saving
+    for rank in ranks:
+        rank.close()
+        rank.checkpoints.count(0.0, 1.0, 2)
+        rank.train(13)
+    rounds(*ranks)  # the final state does not wait for that
+    for rank in ranks:
+        rank.close()
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [13, 10]
 
 
 # SAVER-6

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 
 import elasticgang as eg
 from elasticgang import testing
-from elasticgang.checkpoint import listing
+from elasticgang.checkpoint import listing, saver
 from elasticgang.checkpoint.export import export
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import MANIFEST
@@ -280,18 +281,54 @@ def test_a_rank_with_the_state_goes_on_where_the_store_cannot_be_listed(
 
 # SAVER-8
 def test_a_rank_that_restarts_goes_on_where_the_store_cannot_be_listed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "store").symlink_to("store")
     with pytest.raises(OperationalError, match="cannot list the checkpoints of file://"):
         Rank(url_of(tmp_path / "store"))
     rank = Rank(url_of(tmp_path / "store"), has_trained=True)
+    monkeypatch.setattr(saver, "LIST_S", 0.1)
     assert rank.checkpoints.newest(rank.state) is None
     assert "; this rank takes part all the same" in caplog.text
     (tmp_path / "store").unlink()
     rank.enter(("a0",))
     rank.save(10)
     assert rank.newest().attempt.step == 10
+
+
+# SAVER-8
+def test_a_rank_without_state_lists_a_store_again_that_could_not_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the job ends as one without checkpoints, where nobody is left from whom it could heal."""
+    store, away = tmp_path / "store", tmp_path / "away"
+    first = Rank(url_of(store))
+    first.enter(("a0",))
+    first.save(10)
+    store.rename(away)
+    store.symlink_to("store")
+    rank = Rank(url_of(store), has_trained=True)
+    monkeypatch.setattr(saver, "_LIST_AGAIN_S", 0.01)
+    failed = threading.Event()
+
+    def come_back() -> None:
+        assert failed.wait(DEADLINE_S)
+        store.unlink()
+        away.rename(store)
+
+    def failing(storage: object) -> Iterator[listing.Found]:
+        try:
+            yield from scan(storage)  # type: ignore[arg-type]
+        except CheckpointError:
+            failed.set()
+            raise
+
+    scan = listing.scan
+    monkeypatch.setattr(listing, "scan", failing)
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    assert rank.newest().attempt.step == 10
+    thread.join()
 
 
 # OBJECTS-4

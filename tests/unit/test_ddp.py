@@ -613,6 +613,38 @@ def test_an_evaluation_has_all_slots_also_where_gradients_are_kept() -> None:
         assert optim.step(weight=2.0)
 
 
+# EMPTYLOOP-1
+def test_the_slots_of_an_evaluation_are_none_whose_gradients_are_kept() -> None:
+    manager = eg.join()
+    model = eg.DistributedDataParallel(manager, nn.Linear(1, 1), keep=True)
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0))
+    manager.register_state(model=model, optim=optim)
+    with next(manager.steps(1)) as step:
+        with torch.no_grad():
+            for _ in eg.GlobalBatch(3, size=3, slot=1).slots(step):
+                assert step.slot is None
+        for slot in eg.GlobalBatch(2, size=2, slot=1, seed=1).slots(step):
+            assert step.slot == slot.number
+            with model.accumulate(last=slot.last):
+                model(torch.ones(1, 1)).sum().backward()
+        assert optim.step(weight=2.0)
+
+
+# EMPTYLOOP-3
+def test_a_loop_over_the_slots_of_a_committed_step_is_as_one_over_its_share() -> None:
+    """The rank has left the step by then, where it has no slots too."""
+    manager = eg.join()
+    batches = eg.GlobalBatch(2, size=2, slot=1)
+    manager.register_state(model=eg.DistributedDataParallel(manager, nn.Linear(1, 1)))
+    with next(manager.steps(1)) as step:
+        slots, empty = batches.slots(step), Slots((), step)
+        assert manager.commit(1.0, lambda total: None)
+        for _ in slots:
+            assert step.slot is None
+        assert list(empty) == []
+        step.check_gradients()
+
+
 def test_slots_in_another_order_are_refused() -> None:
     manager, ddp = reproducible(nn.Linear(1, 1))
     manager.register_state(model=ddp)

@@ -378,6 +378,17 @@ def test_settings_of_the_script_that_a_load_has_replaced_are_named_unless_a_step
     replaced = ["{} of parameter group %d of 'optim' is {} and not {}".format(*each) for each in REPLACED]
     assert found == [[], [], [each % number for number in (0, 1) for each in replaced], []]
 
+    adam, same = registered_adam(lr=0.1, betas=(0.9, 0.99))
+    same.load({**loaded, "frozen": []})
+    for group in adam.param_groups:  # to numbers that are equal to those that were loaded
+        group.update(lr=float(group["lr"]), eps=float("1e-6"), betas=(0.9, 0.95), initial_lr=float("0.5"))
+    assert [same.settings_replaced() for _ in range(4)] == [[]] * 4
+
+    _, running = registered_adam(lr=0.1)
+    running.begin_step()
+    running.load({**loaded, "frozen": []})  # the job goes back to a checkpoint, or takes another layout
+    assert [running.settings_replaced() for _ in range(4)] == [[]] * 4
+
     _, learner = registered_adam(lr=0.1)
     learner.load(loaded)  # of a peer, with whose settings its own are compared
     assert [learner.settings_replaced() for _ in range(4)] == [[]] * 4
