@@ -26,8 +26,9 @@ SERVE-STOP     The process ends when the state machine raises or a write fails. 
                all of its state.
 SERVE-LEAVE    After SIGTERM the process ends once no agent that was signalled too has a session: the ranks that hold
                the last copy of the state may need a record before they can save it and leave. It waits `REPEATED_S` for
-               those that are signalled a moment later, or open another session. SIGINT, or a second SIGTERM that is no
-               repetition (REPEAT-1), ends it at once.
+               those that are signalled a moment later, or open another session, and while a decision is written,
+               because it hears them behind that. SIGINT, or a second SIGTERM that is no repetition (REPEAT-1), ends it
+               at once.
 """
 
 from __future__ import annotations
@@ -183,12 +184,16 @@ class CoordinatorServer:
         """SERVE-LEAVE"""
         has_sessions = any(job.connections for job in self._jobs.values())
         waits_until_s, told = time.monotonic() + REPEATED_S * has_sessions, False
-        while time.monotonic() < waits_until_s:
-            if any(job.state.stopping_agents for job in self._jobs.values()):
-                waits_until_s = time.monotonic() + REPEATED_S  # one may lose its session for a moment
-                if not told:
-                    told = True
-                    self._log("agents are stopping too: the coordinator ends after them")
+        while True:
+            states = [job.state for job in self._jobs.values()]
+            is_needed = any(state.stopping_agents for state in states)
+            if is_needed or any(state.is_deciding for state in states):
+                waits_until_s = time.monotonic() + REPEATED_S
+            elif time.monotonic() >= waits_until_s:
+                return
+            if is_needed and not told:
+                told = True
+                self._log("agents are stopping too: the coordinator ends after them")
             await asyncio.sleep(_LEAVE_POLL_S)
 
     def grant(self, job: str) -> Granted | Refused:

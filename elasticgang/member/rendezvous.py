@@ -14,6 +14,8 @@ RENDEZVOUS-3  The agent's notice halts the comm process, and the first commit of
 RENDEZVOUS-4  A rank for which no comm process can be started, because the host has no process or memory left, does not
     enter the generation: it ends it after `NO_MEMORY_S`, and tries again in the next one (MANAGER-17). As an error of
     the script, on two ranks of a host in one step, it would end the job. It is such an error where the job starts.
+    After `MAX_WITHOUT_COMM` times in a row it ends itself, as by a kill: what it lacks may be its own, such as threads
+    of its script. Otherwise the others would all give up with it (MANAGER-17).
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("elasticgang")
 
+MAX_WITHOUT_COMM = 50  # generations in a row, RENDEZVOUS-4
 _COMM_TIMEOUT_S = 200.0  # with a fork server of this rank's own, and each start's own limit, it may take that long
 
 
@@ -132,7 +135,7 @@ class ElasticRendezvous:
         self._aborted = AbortNotice()  # written by the link's thread, as is the next
         self._joining = 0
         self._connecting_s, self._has_timed_out = 0.0, False  # of the last generation that was not connected
-        self._has_had_comm, self._is_without_comm = context.has_trained, False  # RENDEZVOUS-4
+        self._has_had_comm, self._num_without_comm = context.has_trained, 0  # RENDEZVOUS-4
         self._not_opened: GangError | None = None  # why there is no generation, though the record has a seat
         self._phases: dict[str, float] = {}  # of the change under way, and when each ended
         self.drain, self.page = context.drain, context.drain.page
@@ -407,14 +410,16 @@ class ElasticRendezvous:
         except OperationalError as exc:
             if not self._has_had_comm:
                 raise
-            level = logging.DEBUG if self._is_without_comm else logging.WARNING
+            level = logging.DEBUG if self._num_without_comm else logging.WARNING
             log.log(level, "rank %d has no comm process, and tries again: %s", self.local_rank, exc)
-            self._is_without_comm = True
+            self._num_without_comm += 1
+            if self._num_without_comm >= MAX_WITHOUT_COMM:
+                self._end_rank(exc)
             self._connecting_s, self._has_timed_out = NO_MEMORY_S, False
             time.sleep(NO_MEMORY_S)
             self._not_opened = PeerLostError(f"a rank has no comm process: {exc}")
             raise self._not_opened from exc
-        self._has_had_comm, self._is_without_comm = True, False
+        self._has_had_comm, self._num_without_comm = True, 0
         return groups
 
     def _open_sums(self, record: Record, rank: int, groups: Configuration) -> Sums:

@@ -173,3 +173,25 @@ def test_ranks_that_get_no_comm_process_wait_for_one(tmp_path: Path, without: li
         job.process.terminate()
         assert job.wait() == 143
         assert "Traceback" not in job.stderr
+
+
+# RENDEZVOUS-4
+def test_a_rank_that_lacks_its_own_threads_ends_itself(tmp_path: Path) -> None:
+    """Otherwise all ranks would give up in the same generation, and the job with them."""
+    body = f"""{BODY}
+                if rank == 1 and step.index >= 3 and not (here / "limited").exists():
+                    (here / "limited").touch()
+                    threading.stack_size(1 << 47)  # more than there is
+                """
+    setup = "import threading; from elasticgang.member import rendezvous; rendezvous.MAX_WITHOUT_COMM = 3"
+    with Job(tmp_path, training(tmp_path, steps=100_000, setup=setup, body=body), ranks=2) as job:
+        wait_until((tmp_path / "limited").exists, "the limit")
+        for pid in comm_processes(job.rank_pid(1)):
+            kill(pid)
+        job.expect_line("ends itself: ")
+        job.expect("entered", local_rank=1, count=2)
+        step = int(job.expect_file(tmp_path / "at-0"))
+        wait_until(lambda: int(job.expect_file(tmp_path / "at-0")) > step + 3, "further steps")
+        assert {seen["local_rank"] for seen in job.events() if seen["event"] == "exited"} == {1}
+        job.process.terminate()
+        assert job.wait() == 143

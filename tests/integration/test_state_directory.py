@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from elasticgang.coordinator import decision_server
 from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
 from elasticgang.coordinator.server import CoordinatorOptions, serve
 from elasticgang.coordinator.state_directory import Kept, StateDirectory
 from elasticgang.errors import OperationalError
-from elasticgang.protocol.coordinator_messages import Refused, Term
+from elasticgang.protocol.coordinator_messages import Notify, Refused, Term
+from elasticgang.protocol.job_facts import AgentFacts
 from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Agent, Job, found, play
 from tests.support import PROMPT_S
 
@@ -217,6 +219,46 @@ def test_other_jobs_go_on_while_the_term_of_one_is_written(tmp_path: Path, monke
         assert directory.read("back").term == state.term == Term(4, state.name)
 
     play(test, Job(tmp_path))
+
+
+# SERVE-LEAVE
+def test_a_coordinator_that_ends_hears_behind_a_late_disk_who_is_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    monkeypatch.setattr(decision_server, "REPEATED_S", 0.0)
+
+    async def test(job: Job) -> None:
+        a, _ = await found(job)
+        directory, server = job.directory, job.server
+        assert directory is not None
+        assert server is not None
+        write = directory.write
+
+        def slow(name: str, kept: Kept) -> None:
+            has_begun.set()
+            may_end.wait(PROMPT_S)
+            write(name, kept)
+
+        monkeypatch.setattr(directory, "write", slow)
+        a.end_generation()
+        while not has_begun.is_set():
+            await asyncio.sleep(0.01)
+        a.client.notify(Notify(AgentFacts(is_stopping=True)))
+        leaving = asyncio.ensure_future(server.until_left())
+        await asyncio.wait([leaving], timeout=0.2)
+        assert not leaving.done()
+        may_end.set()
+        while not any("ends after them" in line for line in job.log):
+            await asyncio.sleep(0.01)
+        assert not leaving.done()
+        await a.client.stop()
+        await leaving
+
+    try:
+        play(test, Job(tmp_path))
+    finally:
+        may_end.set()
 
 
 # SERVE-STOP
