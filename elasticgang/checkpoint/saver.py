@@ -57,7 +57,7 @@ log = logging.getLogger("elasticgang")
 FINISH_TIMEOUT_S = 600.0
 ALONE_S = 60.0  # NFS keeps that a file is missing for up to so long
 LIST_S = 10.0
-_LIST_AGAIN_S = 1.0
+LIST_AGAIN_S = 1.0
 _ROUND_S = 1.0
 _LOOK_S = 0.1
 _COMMITTER = ((0, 0, 0), 0)  # the part and the number of the writer that writes the manifest
@@ -357,7 +357,7 @@ class DurableCheckpoints:
             except CheckpointError as exc:
                 survives = self._has_trained and isinstance(exc, listing.UnreadableError)  # SAVER-8
                 if lacks_state and survives and time.monotonic() < until_s:
-                    time.sleep(_LIST_AGAIN_S)
+                    time.sleep(LIST_AGAIN_S)
                     continue
                 if lacks_state and not survives:
                     raise

@@ -8,6 +8,8 @@ MANAGERSLOTS-1  Samples are taken before the step is committed: the others do no
     slots would raise StepAborted after a death, so that what follows it would be missing on this rank (as BAN-1).
 MANAGERSLOTS-2  Once a rank without slots has reduced its zeros, no backward of the step follows: its gradient would
     be in no sum, while its weight counts.
+MANAGERSLOTS-3  Once the step is committed, a loop over its slots goes on when a peer dies, and a rank that has none
+    reduces nothing: the others do not.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class Step:
     def check(self) -> None:
         """Raise StepAborted if the generation has ended, so that the script leaves a lost step early."""
         self._manager._rendezvous.page.beat()
-        if self._manager.poisoned:
+        if self._manager.poisoned and not self.committed:  # MANAGERSLOTS-3
             raise StepAborted(f"step {self.index} is lost: {self._manager.error}")
 
     def take_samples(self, shape: BatchShape) -> int:
@@ -127,6 +129,8 @@ class Step:
     def contribute(self) -> None:
         """Reduce this rank's gradients now. Call it on a rank without slots where the other ranks run backward: they
         wait for its zeros there, and the script's own collectives may follow."""
+        if self.committed:  # MANAGERSLOTS-3
+            return
         self._has_contributed = True
         self._manager._driver.contribute()
 

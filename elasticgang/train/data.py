@@ -5,8 +5,6 @@ EMPTYLOOP-1  Where a loop over slots ends of which this rank has none, it reduce
     slots of such a loop are none whose gradients are kept.
 EMPTYLOOP-2  Of the slots that are asked for inside `torch.no_grad()` none is left out as kept: their gradients are not
     those of an earlier try.
-EMPTYLOOP-3  Once the step is committed, a loop over its slots is as one over `share`: the others wait for nothing of
-    this rank, and it does not leave the step when a peer dies (MANAGERSLOTS-1).
 """
 
 from __future__ import annotations
@@ -83,8 +81,7 @@ class Slots(Sequence[Slot]):
         return self._slots[index]
 
     def __iter__(self) -> Iterator[Slot]:
-        step = None if self._step is None or self._step.committed else self._step  # EMPTYLOOP-3
-        trains = step is not None and torch.is_grad_enabled()  # EMPTYLOOP-1
+        step, trains = self._step, torch.is_grad_enabled()  # EMPTYLOOP-1
         for slot in self._slots:
             if step is not None:
                 step.check()

@@ -308,7 +308,7 @@ def test_a_rank_without_state_lists_a_store_again_that_could_not_be_listed(
     store.rename(away)
     store.symlink_to("store")
     rank = Rank(url_of(store), has_trained=True)
-    monkeypatch.setattr(saver, "_LIST_AGAIN_S", 0.01)
+    monkeypatch.setattr(saver, "LIST_AGAIN_S", 0.01)
     failed = threading.Event()
 
     def come_back() -> None:
