@@ -118,7 +118,7 @@ class Step:
     def end_slot(self) -> None:
         """The slot under way is finished; the iteration over slots calls it."""
         keeper = self._manager.keeper()
-        if keeper is not None and self.slot is not None:
+        if keeper is not None and self.slot is not None and not self.committed:  # MANAGERSLOTS-3
             keeper.end_slot(self.slot)
 
     def data_worker_lost(self, loss: dict[str, Any]) -> None:

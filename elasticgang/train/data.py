@@ -2,7 +2,7 @@
 
 EMPTYLOOP-1  Where a loop over slots ends of which this rank has none, it reduces its zeros, as the others reduce their
     gradients in the last backward. Not inside `torch.no_grad()`, as in an evaluation: the training may follow. The
-    slots of such a loop are none whose gradients are kept.
+    slots of such a loop are none whose gradients are kept, and do not take the place of the one under way.
 EMPTYLOOP-2  Of the slots that are asked for inside `torch.no_grad()` none is left out as kept: their gradients are not
     those of an earlier try.
 """
@@ -85,13 +85,13 @@ class Slots(Sequence[Slot]):
         for slot in self._slots:
             if step is not None:
                 step.check()
-                step.slot = slot.number if trains else None
+                step.slot = slot.number if trains else step.slot
             seed_generators(slot.seed)
             yield slot
             if step is not None and trains:
                 step.end_slot()
         if step is not None:
-            step.slot = None
+            step.slot = None if trains else step.slot
             step.check()
             if trains and not self._slots:
                 step.contribute()

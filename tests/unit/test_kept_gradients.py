@@ -421,6 +421,30 @@ def test_nothing_wrong_is_kept_if_backward_raises(options: dict[str, Any], undis
     assert run.times(2)[:-1] in ([1] * (NUM_SLOTS - 1), [2] * (NUM_SLOTS - 1))
 
 
+# EMPTYLOOP-1
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_an_evaluation_within_the_loop_finishes_no_slot(reduction: str, undisturbed: list[Tensor]) -> None:
+    """Of which it has more than the training: the gradient of one that is cut off later would be kept."""
+    run = Run(reduction=reduction)
+    others, fails = eg.GlobalBatch(50, size=50, slot=1, seed=7), [True]
+
+    def evaluate(step: Step, slot: int) -> None:
+        with torch.no_grad():
+            assert len(list(others.slots(step))) == 50
+        assert step.slot == slot
+
+    def fail(gradient: Tensor) -> None:
+        if fails and run.manager.step.index == 2 and run.manager.step.slot == 4:
+            fails.clear()
+            run.rendezvous.end()
+            raise ArithmeticError("of the script")
+
+    next(run.module.parameters()).register_hook(fail)  # type: ignore[no-untyped-call]  # the last gradient
+    assert same(run.train(evaluate), undisturbed, reduction)
+    assert not fails
+    assert run.kept[2, 2] == [0, 1, 2, 3]
+
+
 def test_another_step_and_another_try_keep_nothing_of_it(undisturbed: list[Tensor]) -> None:
     """A generation that ends after the step was committed."""
     run = Run()
