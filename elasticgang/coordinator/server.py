@@ -19,7 +19,7 @@ from typing import Any
 from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
 from elasticgang.coordinator.state_directory import StateDirectory
 from elasticgang.errors import OperationalError, reason_of
-from elasticgang.process.stop_signals import STOP_SIGNALS, ignore_stop_signals, release_stop_signals
+from elasticgang.process.stop_signals import ignore_stop_signals, release_stop_signals, signals_to_handle
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
 from elasticgang.protocol.stop_request import is_repeated
 from elasticgang.session.addresses import address_of, listen_failure
@@ -145,9 +145,8 @@ async def serve_until_signalled(
         elif number == signal.SIGINT or not is_repeated(time.monotonic() - signalled_s):
             serving.cancel()
 
-    for number in STOP_SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # STOP-HUP
-            loop.add_signal_handler(number, on_signal, number)
+    for number in signals_to_handle():
+        loop.add_signal_handler(number, on_signal, number)
     release_stop_signals()
     with contextlib.suppress(asyncio.CancelledError):
         await serving

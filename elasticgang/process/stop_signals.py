@@ -57,10 +57,14 @@ def hold_stop_signals() -> None:
 def handle_stop_signals(handle: Callable[[int], object]) -> None:
     """From now on call `handle` with each, between two instructions of the first thread. Those that came meanwhile are
     delivered now."""
-    for number in STOP_SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # STOP-HUP
-            signal.signal(number, lambda number, _: handle(number))
+    for number in signals_to_handle():
+        signal.signal(number, lambda number, _: handle(number))
     release_stop_signals()
+
+
+def signals_to_handle() -> list[signal.Signals]:
+    """STOP-HUP"""
+    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def release_stop_signals() -> None:

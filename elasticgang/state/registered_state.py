@@ -343,12 +343,13 @@ class RegisteredState:
 
     def load(self, state: dict[str, Any]) -> None:
         """All of it: the step in which this rank heals may be dropped, so the snapshot is of it too."""
-        own = self._own_settings()
+        is_of_peer = "frozen" not in state  # with whom the settings are compared (DRIVER-5)
+        own = {} if is_of_peer or self._has_begun else self._own_settings()
         self._load_large(state["large"], state["small"].get("settings", {}))
         self.load_small(state["small"])
-        if "frozen" in state:  # of no peer, with whom the settings are compared (DRIVER-5)
+        if not is_of_peer:
             self._frozen, self._num_trained = state["frozen"], 0
-        if "frozen" in state and not self._has_begun:
+        if own:
             loaded = self._own_settings()
             self._replaced = {
                 what: (mine, loaded[what])

@@ -81,20 +81,23 @@ class Slots(Sequence[Slot]):
         return self._slots[index]
 
     def __iter__(self) -> Iterator[Slot]:
-        step, trains = self._step, torch.is_grad_enabled()  # EMPTYLOOP-1
+        step = self._step
+        trained = step if torch.is_grad_enabled() else None  # EMPTYLOOP-1
         for slot in self._slots:
             if step is not None:
                 step.check()
-                step.slot = slot.number if trains else step.slot
+            if trained is not None:
+                trained.slot = slot.number
             seed_generators(slot.seed)
             yield slot
-            if step is not None and trains:
-                step.end_slot()
+            if trained is not None:
+                trained.end_slot()
+        if trained is not None:
+            trained.slot = None
         if step is not None:
-            step.slot = None if trains else step.slot
             step.check()
-            if trains and not self._slots:
-                step.contribute()
+        if trained is not None and not self._slots:
+            trained.contribute()
 
 
 class GlobalBatch:
