@@ -175,6 +175,7 @@ class _as_subreaper:
 def run(request: dict[str, Any], fds: list[int]) -> int:
     """The forked process: becomes the command."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python does at its start
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.dup2(fds[0], 0)
     os.close(fds[0])
     if (number := request.get("parent_death")) is not None:

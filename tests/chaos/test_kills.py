@@ -204,7 +204,8 @@ SCENARIOS: dict[str, list[Fault]] = {
         at("body", 2),
     ],
     "everyone that has the state before the first step": [
-        soon("serving", 0),
+        soon("body", 0, "await-next"),  # it does not vote before
+        soon("serving", 0, free=True),
         soon("totals_received", 1),
         soon("votes_received", 2),
     ],

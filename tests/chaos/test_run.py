@@ -569,7 +569,7 @@ assert not me.children(recursive=True)
 assert not me.net_connections()
 """
     command = [sys.executable, "-c", code]
-    subprocess.run(command, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=60)
+    subprocess.run(command, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=100)
     together = tmp_path / "together"
     with Job(together, job_script, "--steps", "10", "--output-dir", str(together)) as job:
         assert job.wait() == 0, job.stderr
