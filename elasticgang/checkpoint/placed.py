@@ -9,7 +9,7 @@ PLACED-2  What an optimizer keeps of a parameter is called by the parameter's na
 PLACED-3  The keys of each module's state dict are saved, in the names of the whole model, and which tensor each is:
     tied tensors have several keys, and buffers that are not persistent have none.
 PLACED-4  So are the names of the parameters that require no gradients: a script may freeze some in a step that the job
-    which loads them does not run (REGISTERED-11).
+    which loads them does not run (LOADED-1).
 """
 
 from __future__ import annotations

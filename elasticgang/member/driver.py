@@ -584,9 +584,9 @@ class MemberDriver:
         return form
 
     def _warn_of_loaded(self) -> None:
-        """REGISTERED-11, REGISTERED-12, by the first rank of each stage."""
-        state, server = self.lifecycle.state, self._state_server
-        names, settings = server.trained_again(), server.settings_replaced()
+        """LOADED-1, LOADED-2, by the first rank of each stage."""
+        state = self.lifecycle.state
+        names, settings = self._state_server.unlike_loaded()
         if state.record is None or state.record.model_coordinates(state.member)[1:] != (0, 0) or state.first_of_part():
             return
         if names:

@@ -42,13 +42,11 @@ class StateServer(Protocol):
     def changed_parameter(self) -> str | None:
         """The name of a parameter that was changed since `begin`, if any."""
 
-    def trained_again(self) -> list[str]:
-        """The names of parameters that were frozen in the state that was loaded, and have required gradients in each
-        of the steps since, once. Call it once in each step of which this rank has a part, before the apply."""
-
-    def settings_replaced(self) -> list[str]:
-        """The settings of optimizers that a load has replaced by others than those of the script, and that have stayed
-        so in the steps since, once. Call it as `trained_again`."""
+    def unlike_loaded(self) -> tuple[list[str], list[str]]:
+        """The names of parameters that were frozen in the checkpoint that was loaded, and have required gradients in
+        each of the steps since; and the settings of optimizers that it has replaced by others than those of the script,
+        and that have stayed so since. Each is told once. Call it once in each step of which this rank has a part,
+        before the apply."""
 
     def drop_gradients(self) -> None:
         """Set the gradients of what the registered optimizers train to None."""

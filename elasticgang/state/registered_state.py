@@ -9,58 +9,41 @@ REGISTERED-2  A module's state dict may have several keys for one tensor, and no
     is, in the names of REGISTERED-1, is found out when the module is registered, because a state dict may run hooks. A
     tensor that a hook has put in the place of another is the one with the same memory, or else of its key and shape: a
     warning then says that its values are not what the hook makes of them.
-REGISTERED-3  A state that is received in place is in memory that no two of its tensors share.
 REGISTERED-4  What `get_extra_state` of a module returns is small state, as that of a registered object. The object is
     called by the module's key in the state dict of the whole model (REGISTERED-1), so that it finds its stage. The
     script can register no object under such a name, which has a colon.
-REGISTERED-5  What an optimizer keeps has the dtype that it was received in. torch's `load_state_dict` converts it to
-    that of the parameter, and so loses bits of master weights, of averages beside bfloat16, and of codes.
 REGISTERED-6  The settings of an optimizer, such as its learning rate, are small state: all that its parameter groups
     have beside the parameters. The script may set them in a step, before `optim.step`, and a learner that heals there
     applies the step with those of its source. They are no part of the large state, because holders of one attempt may
     differ in them while a step runs.
 REGISTERED-7  Of a DTensor in small state a rank sends its part, and tells that it is one. The healer takes it into a
     DTensor that is placed like its own one in the same place of the state. Where it has none, it refuses the state.
-REGISTERED-8  The form of an object is that before the first step. Of buffers it has the names alone, of those that are
-    persistent when the module is registered: forward may make others, on some ranks sooner, and replace them, and a
-    heal takes those of another shape (BUFFERS-2). Of an optimizer it has the parameters of each group, in order, and
-    not the settings, which a heal takes too (REGISTERED-6), nor its state, which the first apply makes.
 REGISTERED-9  A step changes no parameter before its apply: what a learner reads meanwhile, and what a dropped step
     leaves, would be no committed state. The version of a parameter counts the changes; those of `.data` are not seen.
-REGISTERED-10  Parameters are paired by their places: those of a module in the buckets of gradients, and those of an
-    optimizer in its state. So a state in which they have another order is refused.
-REGISTERED-11  A parameter that a step has frozen is frozen by nothing in a job that resumes after that step, or in what
-    `manager.build` makes for another layout, if the script freezes it in that step alone. So what was frozen in the
-    state that is loaded is known, and what requires gradients in each of the next `_NUM_TRAINED` steps is told. Not
-    sooner: two networks may train in turns.
-REGISTERED-12  A job that resumes has the settings of optimizers that were saved, as after torch's `load_state_dict`,
-    also where the script is started with others. Those that it began with otherwise, and that no step has set when
-    `_NUM_TRAINED` have voted, to the same number or another, are told: they would be ignored without a word.
 """
 
 from __future__ import annotations
 
-import bisect
 import copy
 import functools
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from elasticgang.errors import WireError
-from elasticgang.protocol.form import Form, Item
-from elasticgang.state import memory_reserve, staging, transport
+from elasticgang.protocol.form import Form
+from elasticgang.state import memory_reserve, staging
 from elasticgang.state.buffers import Buffers, HeldBuffers, once
-from elasticgang.state.dtensor import Part, like, local, locally, placed_like
+from elasticgang.state.dtensor import Part, local, locally, placed_like
+from elasticgang.state.heal_targets import HealTargets
+from elasticgang.state.loaded import Loaded, Settings
 from elasticgang.state.memory_reserve import MemoryReserve
 from elasticgang.state.optimizer_settings import (
-    check_groups,
     check_num_groups,
     copy_of,
     groups_of,
@@ -71,13 +54,14 @@ from elasticgang.state.optimizer_settings import (
     with_settings,
     without_settings,
 )
+from elasticgang.state.optimizer_state import keep_dtypes, placed
 from elasticgang.state.serialization import flatten, unflatten
+from elasticgang.state.state_form import form_of_module, form_of_optimizer
 
 log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
 _EXTRA_KEY = "_extra_state"
-_NUM_TRAINED = 3
 EXTRA = ":"  # between the name of a module and the key of an extra state in it
 
 
@@ -114,11 +98,8 @@ class RegisteredState:
         self._optimizers: dict[str, Stateful] = {}
         self._others: dict[str, Stateful] = {}
         self._forms: dict[str, Form] = {}  # by the name of the object, of those that `form` has read
-        self._frozen: list[tuple[str, str]] = []  # REGISTERED-11: by module and name
-        self._num_trained = 0  # steps since
-        self._replaced: dict[str, tuple[str, tuple[str, object]]] = {}  # REGISTERED-12: the script's, those loaded
+        self._loaded = Loaded((), {}, {})
         self._has_begun = False  # a step: what is loaded from now on replaces no settings of the script
-        self._num_replaced = 0  # steps since
         self._versions: dict[str, list[int]] = {}  # of the parameters, when the step began (REGISTERED-9)
         self.snapshot: dict[str, Any] = {}
         self._held: list[HeldBuffers] = []  # with the snapshot
@@ -265,39 +246,11 @@ class RegisteredState:
                 return f"{key!r} of {name!r}"
         return None
 
-    def trained_again(self) -> list[str]:
-        """The names of parameters that were frozen in the state that was loaded, once they are to be told
-        (REGISTERED-11). Call it once in each step of which this rank has a part, before the apply."""
-        self._frozen = [
-            (owner, key)
-            for owner, key in self._frozen
-            if (parameter := self._parameters.get(owner, {}).get(key)) is not None and parameter.requires_grad
-        ]
-        self._num_trained += 1
-        if self._num_trained < _NUM_TRAINED:
-            return []
-        found, self._frozen = self._frozen, []
-        return [f"{key!r} of {owner!r}" for owner, key in found]
+    def unlike_loaded(self) -> tuple[list[str], list[str]]:
+        """As `Loaded.unlike`, of what was loaded last."""
+        return self._loaded.unlike(self._parameters, self._own_settings)
 
-    def settings_replaced(self) -> list[str]:
-        """The settings of the script that a load has replaced, once they are to be told (REGISTERED-12). Call it once
-        in each step of which this rank has a part, before the apply."""
-        if not self._replaced:
-            return []
-        present = self._own_settings()
-        self._replaced = {
-            what: (own, loaded)
-            for what, (own, loaded) in self._replaced.items()
-            if (found := present.get(what)) is not None and found[0] == loaded[0] and found[1] is loaded[1]
-        }
-        self._num_replaced += 1
-        if self._num_replaced < _NUM_TRAINED:
-            return []
-        replaced, self._replaced = self._replaced, {}
-        return [f"{what} is {loaded} and not {own}" for what, (own, (loaded, _)) in replaced.items()]
-
-    def _own_settings(self) -> dict[str, tuple[str, object]]:
-        """By name: in words, and as they are."""
+    def _own_settings(self) -> Settings:
         is_scheduled = any(isinstance(each, ReduceLROnPlateau) for each in self._others.values())
         return {
             f"{what} of {name!r}": (description, value)
@@ -348,15 +301,7 @@ class RegisteredState:
         self._load_large(state["large"], state["small"].get("settings", {}))
         self.load_small(state["small"])
         if not is_of_peer:
-            self._frozen, self._num_trained = state["frozen"], 0
-        if own:
-            loaded = self._own_settings()
-            self._replaced = {
-                what: (mine, loaded[what])
-                for what, (mine, _) in own.items()
-                if what in loaded and loaded[what][0] != mine
-            }
-            self._num_replaced = 0
+            self._loaded = Loaded(state["frozen"], own, self._own_settings() if own else {})
         self.keep_snapshot()
 
     def placed(self, spec: Any, tensors: Sequence[Tensor], divided: Sequence[int]) -> dict[str, Any]:
@@ -386,73 +331,9 @@ class RegisteredState:
     def targets(
         self, in_place: bool, spec: Any, shapes: list[Any], num_chunks: int | None, former: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Where a peer's large state is received: for each tensor of its `spec` and `shapes`, this rank's tensor of the
-        same name. What this rank has not, as an optimizer before its first step, is received in new tensors, which
-        become its own (REGISTERED-3). `in_place`: otherwise in new tensors all. `former`: those of an earlier call with
-        these shapes, to use again. Second: this rank's tensors of these names, shapes and dtypes, which nothing
-        writes to but the heal.
-
-        Raises:
-            WireError: this is no state of the registered objects: names the first difference.
-        """
-        kinds = transport.check_shapes(shapes, num_chunks)
-        slots = [_Slot(number) for number in range(len(kinds))]
-        offered: dict[str, Any] = unflatten(spec, slots)  # type: ignore[arg-type]
-        own = self.large()
-        for name, parameters in own["parameters"].items():
-            _check_names(name, parameters, offered["parameters"][name])
-        found: dict[int, Tensor] = {}
-        _pair(offered, own, found)
-        for name, parameters in offered["parameters"].items():
-            for key, slot in parameters.items():
-                shape, dtype = kinds[slot.number]
-                if slot.number not in found:
-                    raise WireError(f"this rank has no parameter {key!r} of {name!r}")
-                offer = torch.empty(shape, dtype=dtype, device="meta")
-                _check_alike(f"parameter {key!r} of {name!r}", offer, found[slot.number])
-        if set(offered["optimizers"]) != set(own["optimizers"]):
-            raise WireError(f"its optimizers are {sorted(offered['optimizers'])}, not {sorted(own['optimizers'])}")
-        theirs, mine = _owned(offered), _owned(own)
-        for name, state in offered["optimizers"].items():
-            check_groups(name, state["param_groups"], self._optimizers[name])
-            _check_order(name, theirs[name], mine[name])
-        devices = self._devices_of(offered["optimizers"], kinds) if in_place else {}
-        taken = _Intervals()
-        targets: list[Tensor] = []
-        fitting: list[Tensor | None] = []
-        for number, (shape, dtype) in enumerate(kinds):
-            present = found.get(number)
-            if present is not None and not (_fits(present, shape, dtype) and (not in_place or taken.add(present))):
-                present = None  # also where the heal of another tensor changes it
-            fitting.append(present)
-            if in_place and present is not None:
-                targets.append(present)
-            elif former:
-                targets.append(former[number])
-            elif number in devices:
-                targets.append(torch.empty(tuple(shape), dtype=dtype, device=devices[number]))
-            else:
-                taken_from = None if self.reserve is None else self.reserve.take(shape, dtype)
-                targets.append(transport.empty(shape, dtype) if taken_from is None else taken_from)
-        return targets, fitting
-
-    def _devices_of(self, offered: dict[str, Any], kinds: list[tuple[list[int], torch.dtype]]) -> dict[int, Any]:
-        """The devices of large state in the shape of its parameter, which optimizers keep on the parameter's device, by
-        the numbers of its tensors."""
-        found: dict[int, Any] = {}
-        for name, state in offered.items():
-            parameters = parameters_of(self._optimizers[name])
-            for index, of_parameter in state["state"].items():
-                if not _is_number_of(index, parameters):
-                    continue
-                part = local(parameters[index])
-                for value in of_parameter.values() if isinstance(of_parameter, dict) else [of_parameter]:
-                    if isinstance(value, _Slot):
-                        shape, dtype = kinds[value.number]
-                        is_large = part.numel() * dtype.itemsize > staging.CHUNK_BYTES
-                        if is_large and shape == list(part.shape) and staging.device.holds(part):
-                            found[value.number] = part.device
-        return found
+        """As `HealTargets.find`."""
+        found = HealTargets(self.large(), self._optimizers, self.reserve)
+        return found.find(in_place, spec, shapes, num_chunks, former)
 
     @property
     def num_bytes(self) -> int:
@@ -472,27 +353,20 @@ class RegisteredState:
 
     @property
     def form(self) -> Form:
-        """REGISTERED-8: of all objects. Read it before the first step, and when others are registered."""
+        """Of all objects (`state_form.py`). Read it before the first step, and when others are registered."""
         names = {
             id(each): f"{key} of {name!r}"
             for name, parameters in self._parameters.items()
             for key, each in parameters.items()
         }
         for name in self._modules.keys() - self._forms.keys():
-            self._forms[name] = tuple(self._form_of_module(name))
+            self._forms[name] = tuple(form_of_module(name, self._parameters[name], self._keys[name].values()))
         for name in self._optimizers.keys() - self._forms.keys():
-            self._forms[name] = tuple(_form_of_optimizer(name, self._optimizers[name], names))
+            self._forms[name] = tuple(form_of_optimizer(name, self._optimizers[name], names))
         kinds = (self._modules, self._others, self._optimizers)
         objects = [(f"the object {name!r}", "registered") for of_kind in kinds for name in of_kind]
         found = [self._forms[name] for name in (*self._modules, *self._optimizers)]
         return (*objects, *(item for of_object in found for item in of_object))
-
-    def _form_of_module(self, name: str) -> Iterator[Item]:
-        for key, parameter in self._parameters[name].items():
-            yield f"parameter {key!r} of {name!r}", _described(parameter)
-        persistent = set(self._keys[name].values()) - self._parameters[name].keys()
-        for key in sorted(persistent):
-            yield f"buffer {key!r} of {name!r}", "registered"
 
     @property
     def optimizer_bytes(self) -> int:
@@ -534,7 +408,7 @@ class RegisteredState:
 
     def large(self) -> dict[str, Any]:
         """The large state: the local parts, without settings (REGISTERED-6). "owned": the parameters of each optimizer,
-        by their numbers among all of the registered modules; -1 if they are in none (REGISTERED-10)."""
+        by their numbers among all of the registered modules; -1 if they are in none (HEALTARGETS-2)."""
         parameters = {
             name: {key: local(parameter) for key, parameter in of_module.items()}
             for name, of_module in self._parameters.items()
@@ -576,9 +450,9 @@ class RegisteredState:
                         writer.copy(once(own, own), once(value, own))
         for name, state in large["optimizers"].items():
             optimizer = self._optimizers[name]
-            placed = _placed(with_settings(state, settings.get(name, ())), optimizer, writer)
-            optimizer.load_state_dict(placed)
-            _keep_dtypes(name, placed["state"], optimizer)
+            ours = placed(with_settings(state, settings.get(name, ())), optimizer, writer)
+            optimizer.load_state_dict(ours)
+            keep_dtypes(name, ours["state"], optimizer)
         writer.finish()
 
 
@@ -596,74 +470,6 @@ def is_extra_state(name: str) -> bool:
     return EXTRA in name
 
 
-def _placed(state: dict[str, Any], optimizer: Any, writer: staging.Writer) -> dict[str, Any]:
-    """An optimizer's state, with DTensors for parameters that are DTensors, and on the devices of the parameters."""
-    parameters = parameters_of(optimizer)
-    former = locally(optimizer.state_dict()["state"])
-
-    def place(value: Any, parameter: Tensor, former: Any) -> Any:
-        return like(_on_device(value, parameter, former, writer), parameter)
-
-    placed = {}
-    for index, kept in state["state"].items():
-        if not _is_number_of(index, parameters):
-            continue
-        parameter, mine = parameters[index], former.get(index)
-        if isinstance(kept, dict):
-            mine = mine if isinstance(mine, dict) else {}
-            placed[index] = {key: place(value, parameter, mine.get(key)) for key, value in kept.items()}
-        else:
-            placed[index] = place(kept, parameter, mine)
-    return {**state, "state": {**state["state"], **placed}}
-
-
-def _is_number_of(key: object, parameters: Sequence[Tensor]) -> bool:
-    """Whether `key` of an optimizer's state stands for a parameter. Others are the optimizer's own."""
-    return type(key) is int and 0 <= key < len(parameters)
-
-
-def _keep_dtypes(name: str, received: dict[Any, Any], optimizer: Any) -> None:
-    """REGISTERED-5. The dicts in `state_dict` are those of the optimizer, as torch makes it."""
-    converted = list(_converted(received, optimizer.state_dict()["state"]))
-    for tensors, key, tensor in converted:
-        if isinstance(tensors, dict | list):
-            tensors[key] = tensor.to(tensors[key].device)
-    if not converted:
-        return
-    if left := [tensor.dtype for _, _, tensor in _converted(received, optimizer.state_dict()["state"])]:
-        log.warning("load_state_dict of %r has converted state to another dtype than %s", name, left[0])
-
-
-def _converted(received: Any, loaded: Any) -> Iterator[tuple[Any, Any, Tensor]]:
-    """The tensors of `received` that have another dtype in `loaded`: the dict or sequence there, and the key in it."""
-    keys: Iterable[Any] = ()
-    if isinstance(received, dict) and isinstance(loaded, dict):
-        keys = [key for key in received if key in loaded]
-    elif isinstance(received, list | tuple) and isinstance(loaded, list | tuple):
-        keys = range(min(len(received), len(loaded)))
-    for key in keys:
-        value, own = received[key], loaded[key]
-        if not isinstance(value, Tensor):
-            yield from _converted(value, own)
-        elif isinstance(own, Tensor) and own.dtype != value.dtype:
-            yield loaded, key, value
-
-
-def _on_device(value: Any, parameter: torch.Tensor, former: Any, writer: staging.Writer) -> Any:
-    """Large state in the shape of its parameter, which optimizers keep on the parameter's device: in the memory of
-    `former`, if it fits, so that the device holds it once. Other values as they are: `load_state_dict` copies what is
-    not on its device yet."""
-    part = local(parameter)
-    if not isinstance(value, torch.Tensor) or value.shape != part.shape or not staging.device.holds(part):
-        return value
-    if value.nbytes <= staging.CHUNK_BYTES or staging.device.holds(value):
-        return value
-    fits = isinstance(former, torch.Tensor) and (former.shape, former.dtype) == (value.shape, value.dtype)
-    target = former if fits and staging.device.holds(former) else torch.empty_like(value, device=part.device)
-    writer.copy(target, value)
-    return target
-
-
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
     """Whatever else there is."""
     if isinstance(tree, Tensor):
@@ -674,29 +480,6 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from _tensors_in(value)
-
-
-def _described(parameter: Tensor) -> str:
-    """In words: shape and dtype, and where a rank has its part."""
-    found = f"{list(parameter.shape)} of {str(parameter.dtype).removeprefix('torch.')}"
-    return f"{found}, placed {parameter.placements}" if isinstance(parameter, DTensor) else found
-
-
-def _form_of_optimizer(name: str, optimizer: Any, names: dict[int, str]) -> Iterator[Item]:
-    """REGISTERED-8. `names`: of parameters, by their ids."""
-    kind = type(getattr(optimizer, "optim", optimizer))  # of what `elasticgang.Optimizer` wraps
-    yield f"the class of {name!r}", f"{kind.__module__}.{kind.__qualname__}"
-    for number, group in enumerate(groups_of(optimizer)):
-        what = f"group {number} of {name!r}"
-        yield what, f"{len(group['params'])} parameters"
-        for place, parameter in enumerate(group["params"]):
-            yield f"parameter {place} of {what}", names.get(id(parameter)) or f"{_described(parameter)}, not registered"
-
-
-class _Slot(NamedTuple):
-    """Stands for a tensor that a peer has, by its number."""
-
-    number: int
 
 
 def _in_memory_of(item: Any, named: dict[str, Tensor]) -> str | None:
@@ -712,64 +495,6 @@ def _in_memory_of(item: Any, named: dict[str, Tensor]) -> str | None:
     return None
 
 
-def _pair(offered: Any, own: Any, found: dict[int, Tensor]) -> None:
-    """Add to `found` this rank's tensor for each slot of `offered`, by the place that both have in their trees."""
-    if isinstance(offered, _Slot):
-        if isinstance(own, Tensor):
-            found[offered.number] = own
-    elif isinstance(offered, dict) and isinstance(own, dict):
-        for key, value in offered.items():
-            _pair(value, own.get(key), found)
-    elif isinstance(offered, list | tuple) and isinstance(own, list | tuple):
-        for value, mine in zip(offered, own, strict=False):
-            _pair(value, mine, found)
-
-
-def _check_names(module: str, own: dict[str, Any], offered: dict[str, Any]) -> None:
-    for key in own.keys() ^ offered.keys():
-        whose = "this rank's" if key in own else "the source's"
-        raise WireError(f"only {whose} {module!r} has the parameter {key!r}")
-    for mine, theirs in zip(own, offered, strict=True):  # REGISTERED-10
-        if mine != theirs:
-            raise WireError(
-                f"the parameters of {module!r} have another order at the source: {theirs!r} is where this rank has "
-                f"{mine!r}. Make the modules in the same order in every process"
-            )
-
-
-def _owned(large: dict[str, Any]) -> dict[str, list[str]]:
-    """What the parameters of each optimizer are called, in its order."""
-    names = [f"{key!r} of {module!r}" for module, of_module in large["parameters"].items() for key in of_module]
-    return {
-        optimizer: [names[number] if number >= 0 else "in no module" for number in numbers]
-        for optimizer, numbers in large["owned"].items()
-    }
-
-
-def _check_order(optimizer: str, offered: list[str], own: list[str]) -> None:
-    """REGISTERED-10. Raises WireError."""
-    for number, (theirs, mine) in enumerate(zip(offered, own, strict=True)):
-        if theirs != mine:
-            raise WireError(
-                f"parameter {number} of the optimizer {optimizer!r} is {theirs} at the source, and {mine} here: give "
-                "the optimizer its parameters in the same order in every process"
-            )
-
-
-def _check_alike(what: str, offered: Tensor, own: Tensor) -> None:
-    if (offered.shape, offered.dtype) != (own.shape, own.dtype):
-        theirs, mine = (f"{list(each.shape)} of {str(each.dtype)[6:]}" for each in (offered, own))
-        raise WireError(f"the {what} is {theirs} at the source, and {mine} here")
-
-
-def _fits(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether bytes of that shape and dtype can be received into the memory of `tensor`."""
-    if (list(tensor.shape), tensor.dtype) != (shape, dtype):
-        return False
-    has_other_bytes = tensor.is_conj() or tensor.is_neg()  # than those of its values
-    return not has_other_bytes and once(tensor, tensor) is tensor  # an expanded one repeats its memory
-
-
 def _versions(parameters: Collection[Tensor]) -> list[int]:
     """How often torch has seen each of them change."""
     try:
@@ -780,24 +505,3 @@ def _versions(parameters: Collection[Tensor]) -> list[int]:
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
-
-
-class _Intervals:
-    """Memory that is taken, so that no two tensors are received in the same."""
-
-    def __init__(self) -> None:
-        self._ends: dict[torch.device, list[tuple[int, int]]] = {}  # sorted
-
-    def add(self, tensor: Tensor) -> bool:
-        """False: some of its memory is taken."""
-        if not tensor.numel():
-            return True
-        start = tensor.data_ptr()
-        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end = start + span * tensor.itemsize
-        taken = self._ends.setdefault(tensor.device, [])
-        place = bisect.bisect(taken, (start, end))
-        is_free = (place == 0 or taken[place - 1][1] <= start) and (place == len(taken) or end <= taken[place][0])
-        if is_free:
-            taken.insert(place, (start, end))
-        return is_free

@@ -132,13 +132,9 @@ class SnapshotServer:
         """As of `RegisteredState`."""
         return self._state.changed_parameter()
 
-    def trained_again(self) -> list[str]:
+    def unlike_loaded(self) -> tuple[list[str], list[str]]:
         """As of `RegisteredState`."""
-        return self._state.trained_again()
-
-    def settings_replaced(self) -> list[str]:
-        """As of `RegisteredState`."""
-        return self._state.settings_replaced()
+        return self._state.unlike_loaded()
 
     def drop_gradients(self) -> None:
         """As of `RegisteredState`."""

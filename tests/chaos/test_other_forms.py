@@ -271,7 +271,7 @@ AGAIN = (
 )
 
 
-# REGISTERED-11 PLACED-4
+# LOADED-1 PLACED-4
 @pytest.mark.parametrize(
     ("is_trained", "is_told"),
     [
@@ -294,7 +294,7 @@ def test_what_was_frozen_before_the_checkpoint_is_told_once_it_is_trained(
 REPLACED = "'lr' of parameter group 0 of 'optim' is 0.1 and not 0.05: the optimizer goes on with the settings"
 
 
-# REGISTERED-12
+# LOADED-2
 @pytest.mark.parametrize(("body", "is_told"), [("", True), ("optim.param_groups[0]['lr'] = 0.05", False)])
 def test_settings_of_a_resumed_script_that_are_not_those_of_the_checkpoint_are_told_unless_a_step_sets_them(
     tmp_path: Path, body: str, is_told: bool
@@ -352,7 +352,7 @@ def sharded(directory: Path, *, killed: int, size: int, freezes: str, body: str 
     )
 
 
-# DRIVER-8 REGISTERED-11
+# DRIVER-8 LOADED-1
 def test_a_rank_of_a_group_that_trains_what_the_others_have_frozen_is_refused_before_its_backward(
     tmp_path: Path,
 ) -> None:

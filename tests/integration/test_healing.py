@@ -132,7 +132,7 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-# REGISTERED-3
+# HEALTARGETS-1
 def test_tensors_that_share_memory_are_healed_each_by_itself(ranks: Ranks) -> None:
     """As the state of an optimizer may, which the source has in memory of its own since it has healed itself."""
     source, healer = ranks(3), ranks(3)
@@ -317,7 +317,7 @@ def test_other_parameter_groups_are_refused_before_anything_is_written(
     assert same((healer.large(), healer.small()), before)
 
 
-# REGISTERED-10
+# HEALTARGETS-2
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_parameters_in_another_order_are_refused_before_anything_is_written(
     ranks: Ranks, num_steps: int, caplog: pytest.LogCaptureFixture
@@ -336,7 +336,7 @@ def test_parameters_in_another_order_are_refused_before_anything_is_written(
     assert same((healer.large(), healer.small()), before)
 
 
-# REGISTERED-10
+# HEALTARGETS-2
 def test_modules_in_another_order_are_refused_before_anything_is_written(
     ranks: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,7 +69,7 @@ def trained() -> RegisteredState:
     return registered
 
 
-# REGISTERED-5
+# OPTIMIZERSTATE-1
 def test_what_an_optimizer_keeps_has_the_dtype_of_the_source() -> None:
     state, registered = state_of(trained()), with_optimizer()
     registered.load(state)
@@ -82,7 +82,7 @@ def test_what_an_optimizer_keeps_has_the_dtype_of_the_source() -> None:
             assert (found[index][key].dtype, found[index][key].tolist()) == (tensor.dtype, tensor.tolist()), key
 
 
-# REGISTERED-5
+# OPTIMIZERSTATE-1
 def test_an_optimizer_that_converts_what_it_loads_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with_optimizer(Copied).load(state_of(trained()))
     assert "load_state_dict of 'optim' has converted state to another dtype than torch.float32" in caplog.text
@@ -272,7 +272,7 @@ def adamw(module: nn.Module, **settings: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(module.parameters(), **settings)  # type: ignore[arg-type]
 
 
-# REGISTERED-8
+# STATEFORM-1
 def test_a_form_names_what_all_ranks_have_alike() -> None:
     module = Two()
     groups: list[dict[str, Any]] = [{"params": [module.two.bias]}, {"params": [module.one.weight]}]
@@ -284,7 +284,7 @@ def test_a_form_names_what_all_ranks_have_alike() -> None:
     assert found["parameter 0 of group 1 of 'optim'"] == "one.weight of 'model'"
 
 
-# REGISTERED-8
+# STATEFORM-1
 @pytest.mark.parametrize("case", ["order", "tied", "dtype", "class", "buffer", "groups"])
 def test_another_script_has_another_form(case: str) -> None:
     module = Two("two", "one") if case == "order" else Two()
@@ -309,7 +309,7 @@ def test_another_script_has_another_form(case: str) -> None:
     assert expected[case] in found
 
 
-# REGISTERED-8
+# STATEFORM-1
 def test_a_form_has_no_values_and_nothing_that_a_heal_takes() -> None:
     module = Two()
     module.scale = torch.ones(7)
@@ -321,7 +321,7 @@ def test_a_form_has_no_values_and_nothing_that_a_heal_takes() -> None:
     assert differing(module, optim) == set()
 
 
-# REGISTERED-8
+# STATEFORM-1
 def test_the_form_of_an_object_stays_as_it_was_before_the_first_step() -> None:
     module, registered = Two(), RegisteredState()
     registered.register(model=module)
@@ -334,27 +334,27 @@ def test_the_form_of_an_object_stays_as_it_was_before_the_first_step() -> None:
     assert registered.form == before
 
 
-# REGISTERED-11
+# LOADED-1
 def test_what_was_frozen_is_named_once_it_has_required_gradients_in_three_steps() -> None:
     module, registered = Two(), RegisteredState()
     registered.register(model=module)
     small = registered.small(cloned=True)
     loaded = {"small": small, "large": {"parameters": {}, "optimizers": {}}}
-    assert [registered.trained_again() for _ in range(4)] == [[]] * 4
+    assert [registered.unlike_loaded()[0] for _ in range(4)] == [[]] * 4
     frozen = [("model", "one.weight"), ("model", "one.bias"), ("model", "two.bias")]
     registered.load({**loaded, "frozen": frozen})
     module.one.bias.requires_grad_(False)
-    found = [registered.trained_again()]
+    found = [registered.unlike_loaded()[0]]
     module.one.bias.requires_grad_(True)  # as of one of two networks that train in turns
     registered.load(loaded)  # of a peer
-    found += [registered.trained_again() for _ in range(3)]
+    found += [registered.unlike_loaded()[0] for _ in range(3)]
     assert found == [[], [], ["'one.weight' of 'model'", "'two.bias' of 'model'"], []]
     registered.load({**loaded, "frozen": frozen})
     registered.unregister(["model"])  # the next seat has another module
-    assert [registered.trained_again() for _ in range(4)] == [[]] * 4
+    assert [registered.unlike_loaded()[0] for _ in range(4)] == [[]] * 4
 
 
-# REGISTERED-12
+# LOADED-2
 def test_settings_of_the_script_that_a_load_has_replaced_are_named_unless_a_step_changes_them() -> None:
     def registered_adam(**settings: Any) -> tuple[Any, RegisteredState]:
         module, registered = Two(), RegisteredState()
@@ -371,10 +371,10 @@ def test_settings_of_the_script_that_a_load_has_replaced_are_named_unless_a_step
     adam, registered = registered_adam(lr=0.1, betas=(0.9, 0.99), eps=1e-8)
     torch.optim.lr_scheduler.ExponentialLR(adam, 0.9)
     registered.load({**loaded, "frozen": []})
-    found = [registered.settings_replaced()]
+    found = [registered.unlike_loaded()[1]]
     for group in adam.param_groups:
         group["eps"] = 1e-8
-    found += [registered.settings_replaced() for _ in range(3)]
+    found += [registered.unlike_loaded()[1] for _ in range(3)]
     replaced = ["{} of parameter group %d of 'optim' is {} and not {}".format(*each) for each in REPLACED]
     assert found == [[], [], [each % number for number in (0, 1) for each in replaced], []]
 
@@ -382,16 +382,16 @@ def test_settings_of_the_script_that_a_load_has_replaced_are_named_unless_a_step
     same.load({**loaded, "frozen": []})
     for group in adam.param_groups:  # to numbers that are equal to those that were loaded
         group.update(lr=float(group["lr"]), eps=float("1e-6"), betas=(0.9, 0.95), initial_lr=float("0.5"))
-    assert [same.settings_replaced() for _ in range(4)] == [[]] * 4
+    assert [same.unlike_loaded()[1] for _ in range(4)] == [[]] * 4
 
     _, running = registered_adam(lr=0.1)
     running.begin_step()
     running.load({**loaded, "frozen": []})  # the job goes back to a checkpoint, or takes another layout
-    assert [running.settings_replaced() for _ in range(4)] == [[]] * 4
+    assert [running.unlike_loaded()[1] for _ in range(4)] == [[]] * 4
 
     _, learner = registered_adam(lr=0.1)
     learner.load(loaded)  # of a peer, with whose settings its own are compared
-    assert [learner.settings_replaced() for _ in range(4)] == [[]] * 4
+    assert [learner.unlike_loaded()[1] for _ in range(4)] == [[]] * 4
 
 
 REPLACED = [("'betas'", "(0.9, 0.95)", "(0.9, 0.99)"), ("'initial_lr'", "0.5", "0.1")]
