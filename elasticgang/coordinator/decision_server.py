@@ -373,7 +373,7 @@ class CoordinatorServer:
                 self._handle(job, OfficeGranted())
             self._probe_absent(job)
             state = job.state
-            why = state.reason if state.awaits_word else state.overdue
+            why = state.reason if state.awaits_word else state.overdue_office
             if why and why != job.awaited:
                 self._log(f"job {job.name}: {why} (`elasticgang grant`)")
             job.awaited = why

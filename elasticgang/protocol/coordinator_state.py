@@ -116,6 +116,7 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import NO_FACTS, AgentFacts, GatheredFacts, JobFacts
 from elasticgang.protocol.next_record import mismatch, next_record
+from elasticgang.protocol.overdue import Overdue
 from elasticgang.protocol.record import NO_RECORD, SPARE, Record, RecordRef, Report, Seat, Undecided, Unrecoverable
 from elasticgang.protocol.shortened import shortened
 
@@ -227,17 +228,13 @@ class CoordinatorState:
     _is_founding_due: bool = False  # the next tick looks whether there are enough
     _facts: GatheredFacts = field(default_factory=GatheredFacts)
     _job_failed: JobFailed | None = None  # the newest
-    _undecided: str = ""  # the newest reason for which a proposal was undecided: it holds while it is `reason`
-    _undecided_s: float = 0.0  # since when
-    _waiting_s: float | None = None  # NOTICE: since when ready agents wait for others
-    _deciding_s: float = 0.0  # NOTICE: since when `_deciding` is written
-    overdue: str = ""  # NOTICE: why this coordinator has not been in office for `notice_s`
-    _out_of_office: tuple[str, float] = "", 0.0  # NOTICE: why it is not in office, and since when
     _now_s: float = 0.0
     _silences: Silences = field(init=False)
+    _overdue: Overdue = field(init=False)  # NOTICE
 
     def __post_init__(self) -> None:
         self._silences = Silences(self.timeouts.standstill_s)
+        self._overdue = Overdue(self.timeouts.notice_s)
         self.addresses |= {self.address}
         self.granted |= self._decides_by_directory
 
@@ -408,7 +405,7 @@ class CoordinatorState:
     def _tick(self) -> Instructions:
         record = self.record
         if self._deciding is not None:
-            return self._tell_late_write(self._deciding.record.generation)
+            return self._tell_late_write()
         in_office = self.in_office
         limit_s = self.timeouts.lost_after_s if in_office or record is None else self.timeouts.lease_s / 2
         absent = self._silences.beyond(self.timeouts.lost_after_s, self._absent_with_facts())  # FACTS-ABSENT
@@ -440,40 +437,33 @@ class CoordinatorState:
 
     def _tell_undecided(self) -> Instructions:
         """NOTICE."""
-        reason = self._undecided
-        if not reason or self.reason != reason or self._now_s - self._undecided_s < self.timeouts.notice_s:
-            return []
-        return self._tell(Notice("undecided", reason))
+        return self._tell("undecided", self._overdue.reason("undecided", self._now_s))
 
     def _tell_waiting(self) -> Instructions:
         """NOTICE."""
         record = self.record
-        waits = record is not None and self.over >= record.generation and bool(self._reports) and not self.finished
-        if record is None or not waits or self.unrecoverable or self._waits(record) is None:
-            self._waiting_s = None
+        if record is None:
             return []
-        if self._waiting_s is None:
-            self._waiting_s = self._now_s
-        if self._now_s - self._waiting_s < self.timeouts.notice_s:
+        waits = self.over >= record.generation and bool(self._reports) and not (self.finished or self.unrecoverable)
+        waits = waits and self._waits(record) is not None
+        self._overdue.note("ready agents", "others" if waits else "", self._now_s)
+        if not self._overdue.reason("ready agents", self._now_s):
             return []
-        return self._tell(Notice("waiting", f"waiting for agent {self._awaited(record)}"))
+        return self._tell("waiting", f"waiting for agent {self._awaited(record)}")
 
-    def _tell_late_write(self, generation: int) -> Instructions:
+    def _tell_late_write(self) -> Instructions:
         """NOTICE."""
-        if self._now_s - self._deciding_s < self.timeouts.notice_s:
-            return []
-        reason = f"generation {generation} is not yet on the disk of the coordinator's state directory"
-        return self._tell(Notice("waiting", reason))
+        return self._tell("waiting", self._overdue.reason("write", self._now_s))
 
     def _tell_out_of_office(self) -> Instructions:
         """NOTICE."""
-        why = "" if self.in_office or not self.sessions else self.word_awaited
-        if why != self._out_of_office[0]:
-            self._out_of_office, self.overdue = (why, self._now_s), ""
-        if not why or self._now_s - self._out_of_office[1] < self.timeouts.notice_s:
-            return []
-        self.overdue = why
-        return self._tell(Notice("waiting", f"{why} (`elasticgang grant`)"))
+        self._overdue.note("office", "" if self.in_office or not self.sessions else self.word_awaited, self._now_s)
+        return self._tell("waiting", f"{self.overdue_office} (`elasticgang grant`)" if self.overdue_office else "")
+
+    @property
+    def overdue_office(self) -> str:
+        """Why this coordinator has not been in office for `notice_s`."""
+        return self._overdue.reason("office", self._now_s)
 
     def _awaited(self, record: Record) -> str:
         """PRESENT: the first few of them, with their hosts."""
@@ -484,12 +474,12 @@ class CoordinatorState:
             [f"{agent} (at {hosts[agent]})" if hosts.get(agent) else agent for agent in missing], _MAX_NAMED
         )
 
-    def _tell(self, notice: Notice) -> Instructions:
-        """In each session once."""
-        untold = [number for number, session in self.sessions.items() if session.told != notice.reason]
+    def _tell(self, kind: str, reason: str) -> Instructions:
+        """In each session once; nothing if there is no reason."""
+        untold = [number for number, session in self.sessions.items() if session.told != reason] if reason else []
         for number in untold:
-            self.sessions[number].told = notice.reason
-        return [Send(number, notice) for number in untold]
+            self.sessions[number].told = reason
+        return [Send(number, Notice(kind, reason)) for number in untold]
 
     @property
     def _has_moved(self) -> bool:
@@ -1009,7 +999,7 @@ class CoordinatorState:
         if record is not None and (waits := self._waits(record)) is not None:
             needs_word = self._away(record) or self._unaccepted()
             self.awaits_word = bool(needs_word)
-            self.reason = needs_word or waits
+            self._note_undecided(needs_word or waits, is_proposal=False)
             return []
         reports = self.reports()
         if record is None and not self._is_founding_over() and len(reports) < len(self.sessions):
@@ -1074,7 +1064,7 @@ class CoordinatorState:
         proposal = list(reports.values())
         answer = next_record(record, proposal, self.lost, self._facts.unreached)
         if isinstance(answer, Undecided):
-            self._note_undecided(answer.reason)
+            self._note_undecided(answer.reason, is_proposal=True)
             return self._refuse(answer)
         if isinstance(answer, Unrecoverable) and self._before is None:
             self.unrecoverable = answer.reason
@@ -1082,7 +1072,7 @@ class CoordinatorState:
         self.awaits_word = False
         if record is not None and self._is_alone(record, reports):
             self.awaits_word = True
-            self._note_undecided(f"{self._gone(record.agents)}: this takes an operator")
+            self._note_undecided(f"{self._gone(record.agents)}: this takes an operator", is_proposal=True)
             return []
         if isinstance(answer, Unrecoverable):  # BACK
             assert self._before is not None
@@ -1092,11 +1082,10 @@ class CoordinatorState:
             answer = replace(answer, rolled_back=True)
         return self._propose(Decision(self.term, answer, self.has_directory))
 
-    def _note_undecided(self, reason: str) -> None:
-        """NOTICE."""
-        if reason != self.reason:
-            self.reason = self._undecided = reason
-            self._undecided_s = self._now_s
+    def _note_undecided(self, reason: str, *, is_proposal: bool) -> None:
+        """`is_proposal`: the reports are there, so that it is to be told (NOTICE)."""
+        self.reason = reason
+        self._overdue.note("undecided", reason if is_proposal else "", self._now_s)
 
     def _may_go_back(self, record: Record, reports: dict[str, Report]) -> bool:
         """BACK: whether one that is not here may have accepted the record that was given up."""
@@ -1133,7 +1122,9 @@ class CoordinatorState:
         """PERSIST."""
         if not self._decides_by_directory:
             return self._adopt(decision)
-        self._deciding, self._deciding_s = decision, self._now_s
+        self._deciding = decision
+        late = f"generation {decision.record.generation} is not yet on the disk of the coordinator's state directory"
+        self._overdue.note("write", late, self._now_s)
         return [Persist(self.term, decision, self.finished, frozenset([self.address]), own=True)]
 
     def _persist(self) -> Instructions:
@@ -1146,6 +1137,7 @@ class CoordinatorState:
         if self._deciding is None or self._deciding.record.digest != digest:
             return []
         decision, self._deciding = self._deciding, None
+        self._overdue.note("write", "", self._now_s)
         out = self._adopt(decision)
         while self._deferred and self._deciding is None:
             out += self._handle(self._deferred.popleft())
@@ -1154,10 +1146,10 @@ class CoordinatorState:
     def _adopt(self, decision: Decision) -> Instructions:
         known, before, record = self.decision, self.record, decision.record
         is_by_directory = self._decides_by_directory
-        self.decision, self.own, self.granted, self.reason = decision, is_by_directory, True, ""
+        self.decision, self.own, self.granted = decision, is_by_directory, True
+        self._note_undecided("", is_proposal=False)
         self._take_back_word()
         self.addresses = frozenset([self.address])
-        self._undecided = ""
         self.lost.clear()
         self._exited.clear()
         self._owing.clear()

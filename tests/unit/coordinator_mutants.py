@@ -226,11 +226,11 @@ def _over_once(self: AgentSession, address: str, now_s: float) -> Any:
 
 
 def _tell_undecided_once(self: CoordinatorState) -> Any:
-    if vars(self).get("was_told") == self._undecided:
+    if vars(self).get("was_told") == self.reason:
         return []
     out = _tell_undecided(self)
     if out:
-        vars(self)["was_told"] = self._undecided
+        vars(self)["was_told"] = self.reason
     return out
 
 

@@ -243,12 +243,12 @@ def test_agents_are_told_why_a_coordinator_is_not_in_office() -> None:
     assert not driver.state.in_office
     assert sent(driver.wait_with(1, 2.5), m.Notice) == []
     why = "the last record was decided with a state directory, which this coordinator does not have"
-    assert driver.state.overdue == ""
+    assert driver.state.overdue_office == ""
     assert sent(driver.wait_with(1, 5.0), m.Notice) == [(1, m.Notice("waiting", f"{why} (`elasticgang grant`)"))]
-    assert driver.state.overdue == why
+    assert driver.state.overdue_office == why
     driver.do(m.OfficeGranted())
     driver.wait_with(1, 0.5)
-    assert driver.state.overdue == ""
+    assert driver.state.overdue_office == ""
 
 
 def test_each_welcome_says_whether_the_coordinator_listens_everywhere() -> None:
