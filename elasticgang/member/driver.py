@@ -7,23 +7,11 @@ DRIVER-1  The reduction of the gradients is finished once it has passed on the s
 DRIVER-2  A reduction that has passed counts only if its process groups have no error afterwards (DATA-5).
 DRIVER-3  A number that stands for the global batches of the step is summed with the totals. If ranks take samples of
     different ones, each of them finds that before it prepares, and raises an error. Learners add zeros: they take none.
-DRIVER-4  A rank without state compares the form of its own with that of a peer that holds its part of the model, or
-    that is to load it, before it reduces or heals anything. If they differ it raises an error, and the others are as
-    they would be without it. A rank of another form would reduce other gradients than they do, some under the names of
-    others, and the job would end or train wrong.
-DRIVER-5  In the first `_NUM_COMPARED` steps in which such a rank votes, it compares the settings of its optimizer with
-    those of a peer that was there before, once both are about to vote. Some may come from the script alone, such as a
-    learning rate that it sets in each step, or parameters that it has frozen. If they differ it raises an error before
-    it votes.
 DRIVER-6  No gradient outlives its step: not in a step that is tried again, and not where another optimizer has taken
     the step. A sum over the ranks would count it once more for each of them, and a rank that has healed has none.
 DRIVER-7  As in DRIVER-3, a number that stands for the learning rates is summed, unless stages of a pipeline may have
-    others: a schedule that is not registered begins anew on a rank that restarts (DRIVER-5 sees it only in the first
+    others: a schedule that is not registered begins anew on a rank that restarts (ALIKE-2 sees it only in the first
     steps), and one that follows a rank's own loss goes its way.
-DRIVER-8  Where ranks hold parts of the model, the backward of a rank sums with the others of its group what it trains.
-    So in the steps of DRIVER-5 a rank compares that with the same peer before its first forward: if it differs, the
-    group would lose the step in backward, time and again. A rank without slots has no forward: then nothing is
-    compared.
 """
 
 from __future__ import annotations
@@ -39,10 +27,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from elasticgang.errors import GangError, InvalidOperationError, LayoutError, MismatchError, StateLostError
+from elasticgang.errors import GangError, InvalidOperationError, LayoutError, StateLostError
 from elasticgang.gang import compiled, torch_registry
 from elasticgang.gang.bans import Ban
 from elasticgang.layout import ModelCoordinates
+from elasticgang.member.form_comparison import FormComparison
 from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, StateServer
 from elasticgang.member.seat_state import SeatState
 from elasticgang.process.status_page import ThreadState
@@ -50,7 +39,7 @@ from elasticgang.protocol import coverage
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coverage import Coverage
-from elasticgang.protocol.form import UNKNOWN, Form, all_but_false, difference
+from elasticgang.protocol.form import Form
 from elasticgang.protocol.member_instructions import Do, Instruction
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.record import FormerState, Seat
@@ -62,7 +51,6 @@ log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
 _NUM_SAVES = 2  # numbers of a vote that are of checkpoints
-_NUM_COMPARED = 3  # DRIVER-5: what a schedule does after the first of these steps is seen in the second
 _RATES_TOLERANCE = 1e-6  # relative: hosts may round the functions of a schedule differently
 
 
@@ -84,6 +72,7 @@ class MemberDriver:
         self._model: str | None = None
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
         self._device = device
+        self._comparison = FormComparison(self.lifecycle.state, state_server.forms, self._page, self._is_over)
         self._apply: Callable[..., None] | None = None
         self._prepare: Callable[..., None] | None = None
         self._measure: Callable[[], Sequence[float]] | None = None
@@ -100,12 +89,6 @@ class MemberDriver:
         self._has_failed_last = False  # the save of the final state
         self._sized = 0  # the newest generation in which the state of optimizers was measured
         self._covered = 0  # the newest generation whose stages were found to have everything
-        self._form: Form | None = None
-        self._announced: tuple[int, ...] | None = None  # the part of the model that it was announced for
-        self._is_compared = False  # DRIVER-4, of that part
-        self._former: frozenset[str] = frozenset()  # DRIVER-5: members of the part that were there before this one
-        self._num_compared = 0  # steps
-        self._trained_in: Attempt | None = None  # DRIVER-8: the attempt that has begun to compare it
 
     def commit(
         self,
@@ -120,12 +103,12 @@ class MemberDriver:
         rates: float,
     ) -> bool:
         """`taken`: the global batches of the step, each with its first position (DRIVER-3). `settings`: of the
-        optimizer (DRIVER-5). `rates`: stands for its learning rates (DRIVER-7).
+        optimizer (ALIKE-2). `rates`: stands for its learning rates (DRIVER-7).
 
         Raises:
             InvalidOperationError: as `MemberLifecycle.commit` does; or DRIVER-3, DRIVER-7; or the step has changed a
                 parameter.
-            MismatchError: DRIVER-5.
+            MismatchError: ALIKE-2.
         """
         self.lifecycle.check_unvoted()  # before what the first vote has changed is noticed
         if (changed := self._state_server.changed_parameter()) is not None:
@@ -136,15 +119,13 @@ class MemberDriver:
             )
         self.samples.vote(self.lifecycle.state.committed.step, [shape for shape, _ in taken])
         self._apply, self._measure, self._prepare, self._taken = apply, measure, prepare, sorted(taken)
-        self._state_server.announce_settings(self.lifecycle.state.attempt(), settings)
         self._rates = rates
         if weight > 0:
             self._warn_of_loaded()
         try:
-            self._compare_settings(settings)
-            return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
+            with self._comparison.settings_announced(settings):
+                return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
         finally:
-            self._state_server.withdraw_settings()
             self._taken, self._rates = [], None  # of no other sum
 
     def run(self, routine: Routine[_T]) -> _T:
@@ -166,7 +147,7 @@ class MemberDriver:
                 error = failure
 
     def contribute(self) -> None:
-        self._announce_trained(is_known=False)  # first: the script's own collectives may follow
+        self._comparison.announce_untrained(self.reducers)  # first: the script's own collectives may follow
         for reducer in self.reducers:
             reducer.contribute()
 
@@ -286,7 +267,7 @@ class MemberDriver:
                 return sums
             case do.BuildSeat(coordinates, layout):
                 self._build_seat(ModelCoordinates(*coordinates), layout)
-                self._compare_form((layout, *coordinates))
+                self._comparison.compare_state((layout, *coordinates), lambda: state_server.form, self.reducers)
             case do.KeepFormer(former, is_dropped):
                 self._keep_former(former, is_dropped=is_dropped)
             case do.Move():
@@ -487,8 +468,8 @@ class MemberDriver:
         self._page.forget_steps()
         self._loaded = None
         with self._state_server.exclusive():  # no healer reads what goes
+            self._comparison.forget()
             self._state_server.unregister(built.clear())
-            self._form = self._announced = None
             for reducer in self._seat_reducers:
                 reducer.close()
                 self.reducers.remove(reducer)
@@ -499,89 +480,9 @@ class MemberDriver:
         self._seat_reducers = [reducer for reducer in self.reducers if reducer not in others]
         self._state_server.register(built.name_of, **objects)
 
-    def _compare_form(self, part: tuple[int, ...]) -> None:
-        """DRIVER-4. `part`: the layout and the model coordinates. Raises MismatchError: the forms differ."""
-        if self._form is None:
-            forms = [reducer.form for reducer in self.reducers]
-            of_reducers = [
-                (f"{what} in wrapper {number}", how) for number, form in enumerate(forms) for what, how in form
-            ]
-            self._form = (*self._state_server.form, *of_reducers)
-        if self._announced != part:
-            self._state_server.announce_form(part, self._form)
-            self._announced, self._is_compared = part, False
-        state = self.lifecycle.state
-        if self._is_compared or state.tip is not None or state.record is None:
-            return
-        if not (peers := state.sources() or state.first_of_part()):
-            return
-        self._former, self._num_compared = frozenset(peer.member for peer in peers), 0
-        for peer in peers:
-            with self._page.in_thread_state(ThreadState.WAITING):
-                other = self._state_server.fetch_form(peer.address, part, self._form, self._is_over)
-            if other is None:  # the heal finds out why
-                continue
-            self._is_compared = True
-            if (what := difference(self._form, other)) is not None:
-                raise MismatchError(
-                    f"this rank makes other training state than rank {peer.local_rank} on {peer.host}: {what}. Start "
-                    "it with the script, the arguments and the environment of the others."
-                )
-            return
-
-    def _compare_settings(self, settings: Callable[[], Form]) -> None:
-        """DRIVER-5. Raises MismatchError: they differ."""
-        if (peer := self._peer_to_compare()) is None:
-            return
-        attempt, own = self.lifecycle.state.attempt(), settings()
-        with self._page.in_thread_state(ThreadState.WAITING):
-            other = self._state_server.fetch_settings(peer.address, attempt, own, self._is_over)
-        if other is None:  # the next step may tell
-            return
-        if (what := difference(own, other)) is not None:
-            raise MismatchError(
-                f"this rank is about to apply step {attempt.step - 1} with other settings than rank "
-                f"{peer.local_rank} on {peer.host}: {what}. This rank has not run the steps before: let what the "
-                "script sets depend on `step.index`, as by `if step.index >= 100:`, or on what is registered, as a "
-                "learning rate schedule is by `register_state(schedule=schedule)`."
-            )
-        self._num_compared += 1
-        if self._num_compared == _NUM_COMPARED:
-            self._former = frozenset()
-
-    def _peer_to_compare(self) -> Seat | None:
-        """DRIVER-5"""
-        state = self.lifecycle.state
-        if not (self._former and state.is_active and state.tip is not None) or self._is_over():
-            return None
-        return next((source for source in state.sources() if source.member in self._former), None)
-
     def compare_trained(self) -> None:
-        """DRIVER-8. A forward of the step under way is about to begin. Raises MismatchError: this rank trains something
-        else than a peer."""
-        trained = self._announce_trained(is_known=True)
-        if trained is None or (peer := self._peer_to_compare()) is None:
-            return
-        attempt, own = self.lifecycle.state.attempt(), trained()
-        with self._page.in_thread_state(ThreadState.WAITING):
-            other = self._state_server.fetch_trained(peer.address, attempt, own, self._is_over)
-        if other is not None and (what := difference(own, other)) is not None:
-            raise MismatchError(
-                f"this rank is about to compute gradients of other parameters in step {attempt.step - 1} than rank "
-                f"{peer.local_rank} on {peer.host}: {what}. This rank has not run the steps before: let what is frozen "
-                "depend on `step.index`, as by `if step.index >= 100:`."
-            )
-
-    def _announce_trained(self, *, is_known: bool) -> Callable[[], Form] | None:
-        """What this rank trains, once in each attempt; None afterwards, or if all ranks hold the whole model."""
-        state = self.lifecycle.state
-        if state.record is None or state.record.layout.unit == 1 or self._trained_in == state.attempt():
-            return None
-        self._trained_in = state.attempt()
-        trained = [reducer.trained if is_known else None for reducer in self.reducers]
-        form = functools.partial(_trained_form, trained)
-        self._state_server.announce_trained(self._trained_in, form)
-        return form
+        """As of `FormComparison`."""
+        self._comparison.compare_trained(self.reducers)
 
     def _warn_of_loaded(self) -> None:
         """LOADED-1, LOADED-2, by the first rank of each stage."""
@@ -606,11 +507,3 @@ class MemberDriver:
 
 def _addresses(sources: Sequence[Seat]) -> list[str]:
     return [seat.address for seat in sources]
-
-
-def _trained_form(trained: Sequence[Sequence[bool] | None]) -> Form:
-    """DRIVER-8. `trained`: of each wrapper; None: this rank cannot say."""
-    return tuple(
-        (f"what requires gradients in wrapper {number}", UNKNOWN if each is None else all_but_false(each))
-        for number, each in enumerate(trained)
-    )

@@ -17,7 +17,7 @@ from elasticgang.member.drain import Drain
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coverage import Coverage
-from elasticgang.protocol.form import Form
+from elasticgang.protocol.form import Form, FormOf
 from elasticgang.protocol.member_instructions import Instruction, Observed
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import CheckpointRef, FormerState, Holder, Model, Record, Seat
@@ -26,10 +26,31 @@ if TYPE_CHECKING:
     from elasticgang.member.manager import Step
 
 
+class Forms(Protocol):
+    """Those of this rank for its peers, and theirs. `of`: the numbers that name a part of the model, for
+    `FormOf.STATE`, or an attempt at a step."""
+
+    def announce(self, what: FormOf, of: Sequence[int], form: Callable[[], Form]) -> None:
+        """Answer peers that ask for the form of `what`, until `withdraw` or the next call. `form`: called on other
+        threads, and returns the same always."""
+
+    def withdraw(self, what: FormOf) -> None:
+        """What was announced may change from now on."""
+
+    def fetch(
+        self, source: str, what: FormOf, of: Sequence[int], own: Form, cancelled: Callable[[], bool]
+    ) -> Form | None:
+        """The form that the peer at `source` has of `what`, or `own` if they are alike. None: it does not answer,
+        `cancelled`, or it does not have it within a time limit; of the state it is waited for without one."""
+
+
 class StateServer(Protocol):
     """Serves this rank's state to learners, and heals it from peers."""
 
     address: str
+
+    @property
+    def forms(self) -> Forms: ...
 
     def register(self, name_of: Callable[[str], str] | None = None, /, **objects: object) -> None:
         """`name_of`: the whole model's name of a tensor, from the one in its module."""
@@ -65,31 +86,6 @@ class StateServer(Protocol):
     @property
     def form(self) -> Form:
         """The form of the registered objects. Read it before the first step, and when others are registered."""
-
-    def announce_form(self, part: Sequence[int], form: Form) -> None:
-        """Answer peers that ask for the form of `part` of the model, which this rank has, until `unregister`."""
-
-    def fetch_form(self, source: str, part: Sequence[int], own: Form, cancelled: Callable[[], bool]) -> Form | None:
-        """The form that the peer at `source` has for `part` of the model, once it has that, or `own` if they are alike.
-        None: it does not answer, or `cancelled`."""
-
-    def announce_settings(self, attempt: Attempt, settings: Callable[[], Form]) -> None:
-        """Answer peers that ask for the settings with which this rank is about to apply `attempt`, until
-        `withdraw_settings`. `settings`: called on other threads."""
-
-    def announce_trained(self, attempt: Attempt, trained: Callable[[], Form]) -> None:
-        """Answer peers that ask what this rank trains in `attempt`, until the next call. `trained`: called on other
-        threads, and returns the same always."""
-
-    def withdraw_settings(self) -> None:
-        """They may change from now on."""
-
-    def fetch_settings(self, source: str, attempt: Attempt, own: Form, cancelled: Callable[[], bool]) -> Form | None:
-        """The settings with which the peer at `source` is about to apply `attempt`, or `own` if they are alike. None:
-        it does not say that within a time limit, does not answer, or `cancelled`."""
-
-    def fetch_trained(self, source: str, attempt: Attempt, own: Form, cancelled: Callable[[], bool]) -> Form | None:
-        """Likewise: what it trains in `attempt`."""
 
     def digest_state(self, beat: Callable[[], object]) -> tuple[list[int], Callable[[Sequence[int]], str]]:
         """The outcome of `Do.DIGEST_STATE`, of parameters and the state of optimizers. Waits for what the current

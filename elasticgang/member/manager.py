@@ -522,7 +522,7 @@ class QuorumManager:
         return self._rendezvous.empty(num, dtype)
 
     def compare_trained(self) -> None:
-        """A forward of the step under way is about to begin. Raises MismatchError: DRIVER-8."""
+        """A forward of the step under way is about to begin. Raises MismatchError: ALIKE-3."""
         self._driver.compare_trained()
 
     def add_reducer(self, reducer: Reducer) -> None:
@@ -588,7 +588,7 @@ class QuorumManager:
         change the gradients and nothing else, because the step may still be dropped.
         `numbers`: equally many on every rank. `step.sums` has their sums over all ranks once the step is committed.
         `names`: stands for their names, below 2**32 (MANAGER-16). `rates`: for the learning rates (DRIVER-7).
-        `settings`: returns what `apply` and `prepare` depend on beside the state (DRIVER-5). Other threads may call it
+        `settings`: returns what `apply` and `prepare` depend on beside the state (ALIKE-2). Other threads may call it
         until this returns.
 
         Returns once the step's fate is known, if need be after a generation change. True: this rank's state holds the

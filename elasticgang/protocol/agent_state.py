@@ -31,7 +31,7 @@ AGENT-11  If the job's state is lost while members run that have left their loop
 AGENT-12  A rank that comes to a job which has committed a step, and differs from the others, is refused: it is not
     restarted, because its script or its environment would have to change, and the others go on without it. It differs
     if it requests with another layout, number of steps or process group, or raises that its training state is of
-    another form (DRIVER-4), or its global batch another one (POSITION-3). Where the job starts, or goes back to a
+    another form (ALIKE-1), or its global batch another one (POSITION-3). Where the job starts, or goes back to a
     checkpoint, such a rank ends it as any failure of its script does.
 AGENT-13  Ranks that have found a difference of their states tell the agent, so that a rank that dies then does not take
     the news with it, and a script that catches the error does not hide it. The first one is told. If nobody can say who

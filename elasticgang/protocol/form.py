@@ -11,12 +11,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from enum import Enum
 from typing import TypeAlias
 
 Item: TypeAlias = tuple[str, str]  # the name of an object, and its description
 Form: TypeAlias = tuple[Item, ...]
 
 UNKNOWN = "unknown"
+
+
+class FormOf(str, Enum):
+    """What a form may be of."""
+
+    STATE = "state"  # the training state of a part of the model
+    SETTINGS = "settings"  # those with which a rank is about to apply an attempt at a step
+    TRAINED = "trained"  # what it computes gradients of in that attempt
 
 
 def form_from_json(data: Iterable[Iterable[object]]) -> Form:

@@ -1,5 +1,4 @@
-"""Peers fetch forms of this rank (`protocol/form.py`), beside its steps: of its training state, and of the settings
-with which it is about to apply a step.
+"""Peers fetch forms of this rank (`protocol/form.py`) beside its steps.
 
 FORMEXCHANGE-1  A rank answers with the form that it has for what the peer names: a part of the model, or an attempt at
     a step. While it has yet to come to that, the peer waits, no longer than its generation lasts.
@@ -16,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elasticgang.errors import WireError
-from elasticgang.protocol.form import Form, digest_of, form_from_json
-from elasticgang.state import transport
+from elasticgang.protocol.form import Form, FormOf, digest_of, form_from_json
+from elasticgang.state import heal_addresses, transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.transport import Channel
 
@@ -29,21 +28,21 @@ _FAILURES = (OSError, WireError, ValueError, KeyError, TypeError, AttributeError
 
 
 class FormExchange:
-    """The forms of one rank, for its peers, and the forms of these. `what`: "state", "settings" or "trained". `of`: the
-    numbers that name the part of the model, or the attempt."""
+    """The forms of one rank, for its peers, and the forms of these. `of`: the numbers that name the part of the model,
+    for `FormOf.STATE`, or the attempt."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
         self._changed = threading.Condition()
         self._known: dict[str, tuple[list[int], Callable[[], Form]]] = {}
 
-    def announce(self, what: str, of: Sequence[int], form: Callable[[], Form]) -> None:
+    def announce(self, what: FormOf, of: Sequence[int], form: Callable[[], Form]) -> None:
         """This rank has `form` of `what`. It is called on other threads."""
         with self._changed:
             self._known[what] = list(of), form
             self._changed.notify_all()
 
-    def withdraw(self, what: str) -> None:
+    def withdraw(self, what: FormOf) -> None:
         """What was announced counts no longer, and is not called any more."""
         with self._changed:  # FORMEXCHANGE-2
             self._known.pop(what, None)
@@ -66,20 +65,12 @@ class FormExchange:
         channel.send({"is_alike": is_alike, "form": None if is_alike else form})
 
     def fetch(
-        self,
-        addresses: Sequence[str],
-        what: str,
-        of: Sequence[int],
-        own: Form,
-        cancelled: Callable[[], bool],
-        *,
-        is_patient: bool,
+        self, source: str, what: FormOf, of: Sequence[int], own: Form, cancelled: Callable[[], bool]
     ) -> Form | None:
-        """The form that a rank has, or `own` if they are alike; `addresses`: of this rank, to try in turn.
-        `is_patient`: asks again where it has none within `BUILT_S`. None: it has none, does not answer, or
-        `cancelled`."""
+        """The form that the rank with the addresses `source` has, or `own` if they are alike. None: it has none within
+        `BUILT_S`, does not answer, or `cancelled`. For the form of its state it is asked again."""
         request = {"kind": KIND, "what": what, "of": list(of), "digest": digest_of(own)}
-        for address in addresses:
+        for address in heal_addresses.main_first(source):
             try:
                 while not cancelled():
                     with self._authenticator.connect_unless(cancelled, address) as channel:
@@ -90,8 +81,8 @@ class FormExchange:
                         return own
                     if (form := answer["form"]) is not None:
                         return form_from_json(form)
-                    if not is_patient:
+                    if what is not FormOf.STATE:
                         return None
             except _FAILURES as exc:
-                log.debug("no form of the %s from %s: %r", what, address, exc)
+                log.debug("no form of the %s from %s: %r", what.value, address, exc)
         return None

@@ -296,7 +296,7 @@ class RegisteredState:
 
     def load(self, state: dict[str, Any]) -> None:
         """All of it: the step in which this rank heals may be dropped, so the snapshot is of it too."""
-        is_of_peer = "frozen" not in state  # with whom the settings are compared (DRIVER-5)
+        is_of_peer = "frozen" not in state  # with whom the settings are compared (ALIKE-2)
         own = {} if is_of_peer or self._has_begun else self._own_settings()
         self._load_large(state["large"], state["small"].get("settings", {}))
         self.load_small(state["small"])

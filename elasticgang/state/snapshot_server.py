@@ -91,8 +91,8 @@ class SnapshotServer:
         authenticator = self.authenticator = Authenticator(job, credentials or Credentials())
         self._state = RegisteredState(MemoryReserve(reserved_bytes))
         self._healer = Healer(self._state, authenticator, on_heal_progress)
-        self._forms = FormExchange(authenticator)
-        self._kinds: dict[str, Callable[[Channel, dict[str, Any]], None]] = {form_exchange.KIND: self._forms.serve}
+        self.forms = FormExchange(authenticator)
+        self._kinds: dict[str, Callable[[Channel, dict[str, Any]], None]] = {form_exchange.KIND: self.forms.serve}
         self._changed = threading.Condition()
         self._serving: Attempt | None = None
         self._forward_done = False
@@ -143,7 +143,6 @@ class SnapshotServer:
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names, and what an unfinished heal has received for them. Call it inside
         `exclusive`."""
-        self._forms.withdraw("state")
         self._healer.forget()
         self._state.unregister(names)
 
@@ -178,42 +177,6 @@ class SnapshotServer:
         """Of each tensor of the large state, below 2**52, and what names them. `beat`: called before each."""
         names, digests = state_bits.digest(self._state.large(), beat)
         return digests, functools.partial(state_bits.in_words, names)
-
-    def announce_form(self, part: Sequence[int], form: Form) -> None:
-        """Answer peers that ask for the form of `part` of the model, which this rank has, until `unregister`."""
-        self._forms.announce("state", part, lambda: form)
-
-    def fetch_form(self, source: str, part: Sequence[int], own: Form, cancelled: Callable[[], bool]) -> Form | None:
-        """The form that the peer at `source` has for `part` of the model, once it has that, or `own` if they are alike.
-        None: it does not answer, or `cancelled`."""
-        return self._forms.fetch(heal_addresses.main_first(source), "state", part, own, cancelled, is_patient=True)
-
-    def announce_settings(self, attempt: Attempt, settings: Callable[[], Form]) -> None:
-        """Answer peers that ask for the settings with which this rank is about to apply `attempt`, until
-        `withdraw_settings`. `settings`: called on other threads."""
-        self._forms.announce("settings", attempt, settings)
-
-    def announce_trained(self, attempt: Attempt, trained: Callable[[], Form]) -> None:
-        """Answer peers that ask what this rank trains in `attempt`, until the next call. `trained`: called on other
-        threads, and returns the same always."""
-        self._forms.announce("trained", attempt, trained)
-
-    def withdraw_settings(self) -> None:
-        """They may change from now on."""
-        self._forms.withdraw("settings")
-
-    def fetch_settings(self, source: str, attempt: Attempt, own: Form, cancelled: Callable[[], bool]) -> Form | None:
-        """The settings with which the peer at `source` is about to apply `attempt`, or `own` if they are alike. None:
-        it does not say that within a time limit, does not answer, or `cancelled`."""
-        return self._forms.fetch(
-            heal_addresses.main_first(source), "settings", attempt, own, cancelled, is_patient=False
-        )
-
-    def fetch_trained(self, source: str, attempt: Attempt, own: Form, cancelled: Callable[[], bool]) -> Form | None:
-        """Likewise: what it trains in `attempt`."""
-        return self._forms.fetch(
-            heal_addresses.main_first(source), "trained", attempt, own, cancelled, is_patient=False
-        )
 
     def release_memory(self) -> None:
         """RESERVE-2."""

@@ -155,7 +155,7 @@ class Optimizer:
             measures = self._exact_squares if is_exact else self._squares
         step = self._manager.step
         seed = mixed(*sorted(step.seeds), step.index) if step.seeds else None
-        required = None  # as long as this rank has had no slots, in the loop over which a script may set it (DRIVER-5)
+        required = None  # as long as this rank has had no slots, in the loop over which a script may set it (ALIKE-2)
         if weight > 0:
             required = [[each.requires_grad for each in group["params"]] for group in self.param_groups]
         names = sorted(sums or {})

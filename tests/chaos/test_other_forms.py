@@ -83,7 +83,7 @@ CHANGES = {
 }
 
 
-# DRIVER-4 AGENT-12
+# ALIKE-1 AGENT-12
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("builds", [False, True], ids=["registered", "built"])
 def test_a_rank_that_comes_back_with_another_form_is_refused_and_the_others_go_on(
@@ -106,7 +106,7 @@ def test_a_rank_that_comes_back_with_another_form_is_refused_and_the_others_go_o
         assert spawned.count(1) == 2
 
 
-# DRIVER-5
+# ALIKE-2
 @pytest.mark.parametrize(
     ("change", "what", "divides"),
     [
@@ -130,7 +130,7 @@ def test_a_rank_that_comes_back_with_other_settings_is_refused_before_it_votes(
         assert job.stdout.count("left ") == 1
 
 
-# DRIVER-5
+# ALIKE-2
 def test_a_schedule_that_is_not_registered_is_named_when_a_rank_comes_back(tmp_path: Path) -> None:
     """It begins anew there, after the first step of the rank."""
     path = script(
@@ -231,7 +231,7 @@ def test_a_rank_that_comes_back_with_another_number_of_steps_is_refused_and_the_
         assert job.stdout.count("left ") == 1
 
 
-# DRIVER-4
+# ALIKE-1
 def test_ranks_that_load_a_checkpoint_with_other_forms_end_the_job(tmp_path: Path) -> None:
     setup = f"manager.checkpoints({str(tmp_path / 'checkpoints')!r}, every_steps=2)"
     former, later = tmp_path / "former", tmp_path / "later"
@@ -249,7 +249,7 @@ def test_ranks_that_load_a_checkpoint_with_other_forms_end_the_job(tmp_path: Pat
         assert f"than rank 0 on {HERE}: {CHANGES[change]}" in job.stderr
 
 
-# DRIVER-4
+# ALIKE-1
 def test_ranks_that_begin_with_other_forms_end_the_job_with_both(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         jobs = {}
@@ -352,7 +352,7 @@ def sharded(directory: Path, *, killed: int, size: int, freezes: str, body: str 
     )
 
 
-# DRIVER-8 LOADED-1
+# ALIKE-3 LOADED-1
 def test_a_rank_of_a_group_that_trains_what_the_others_have_frozen_is_refused_before_its_backward(
     tmp_path: Path,
 ) -> None:
@@ -367,7 +367,7 @@ def test_a_rank_of_a_group_that_trains_what_the_others_have_frozen_is_refused_be
     assert re.search(AGAIN, job.stderr), job.stderr
 
 
-# DRIVER-8
+# ALIKE-3
 def test_a_peer_without_slots_does_not_keep_a_rank_waiting_that_comes_back(tmp_path: Path) -> None:
     """Although it is in a collective of the script that waits for that rank."""
     body = "manager.gangs.root.all_reduce(torch.ones(1), eg.ReduceOperation.SUM)"

@@ -15,7 +15,7 @@ from torch import nn
 from elasticgang import testing
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.form import Form
+from elasticgang.protocol.form import Form, FormOf
 from elasticgang.state import authentication, form_exchange, transport
 from elasticgang.state import snapshot_server as keeper_module
 from elasticgang.state.snapshot_server import SnapshotServer
@@ -256,17 +256,19 @@ FORM = (("parameter 'weight' of 'model'", "[3] of float32"),)
 # FORMEXCHANGE-1
 def test_a_peer_gets_the_form_once_the_rank_has_its_part(ranks: Ranks) -> None:
     source, peer = ranks(0), ranks(0)
-    source.server.announce_form((0, 0, 0, 0), (("another", "part"),))
+    source.server.forms.announce(FormOf.STATE, (0, 0, 0, 0), lambda: (("another", "part"),))
     asked = threading.Event()
 
     def is_cancelled() -> bool:
         asked.set()
         return False
 
-    fetched = Background(lambda: peer.server.fetch_form(source.server.address, (0, 0, 0, 1), (), is_cancelled))
+    fetched = Background(
+        lambda: peer.server.forms.fetch(source.server.address, FormOf.STATE, (0, 0, 0, 1), (), is_cancelled)
+    )
     assert asked.wait(DEADLINE_S)
-    source.server.unregister(["counter"])
-    source.server.announce_form((0, 0, 0, 1), FORM)
+    source.server.forms.withdraw(FormOf.STATE)
+    source.server.forms.announce(FormOf.STATE, (0, 0, 0, 1), lambda: FORM)
     assert fetched.result() == FORM
 
 
@@ -282,22 +284,24 @@ def test_a_peer_asks_again_where_the_rank_takes_long_to_build_its_part(
         nonlocal num_looks
         num_looks += 1
         if num_looks == 10:
-            source.server.announce_form((0, 0, 0, 0), FORM)
+            source.server.forms.announce(FormOf.STATE, (0, 0, 0, 0), lambda: FORM)
         return False
 
-    assert peer.server.fetch_form(source.server.address, (0, 0, 0, 0), (), is_cancelled) == FORM
+    assert peer.server.forms.fetch(source.server.address, FormOf.STATE, (0, 0, 0, 0), (), is_cancelled) == FORM
 
 
 # FORMEXCHANGE-1
 def test_nobody_waits_for_a_form_longer_than_the_generation_or_the_peer_lasts(ranks: Ranks) -> None:
     source, peer = ranks(0), ranks(0)
     ended = threading.Event()
-    fetched = Background(lambda: peer.server.fetch_form(source.server.address, (0, 0, 0, 0), (), ended.is_set))
+    fetched = Background(
+        lambda: peer.server.forms.fetch(source.server.address, FormOf.STATE, (0, 0, 0, 0), (), ended.is_set)
+    )
     ended.set()
     assert fetched.result() is None
     with FakeSource(lambda channel: channel.send({"is_alike": False, "form": [["a"]]})) as invalid:
-        assert peer.server.fetch_form(invalid.address, (0, 0, 0, 0), (), lambda: False) is None
-    assert peer.server.fetch_form("127.0.0.1:1", (0, 0, 0, 0), (), lambda: False) is None
+        assert peer.server.forms.fetch(invalid.address, FormOf.STATE, (0, 0, 0, 0), (), lambda: False) is None
+    assert peer.server.forms.fetch("127.0.0.1:1", FormOf.STATE, (0, 0, 0, 0), (), lambda: False) is None
 
 
 # PEER-3
@@ -308,8 +312,8 @@ def test_nobody_waits_longer_than_the_generation_lasts_for_a_peer_that_does_not_
     peer, ended = ranks(0), threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        form = Background(lambda: peer.server.fetch_form(address, (0, 0, 0, 0), (), ended.is_set))
-        settings = Background(lambda: peer.server.fetch_settings(address, AT, (), ended.is_set))
+        form = Background(lambda: peer.server.forms.fetch(address, FormOf.STATE, (0, 0, 0, 0), (), ended.is_set))
+        settings = Background(lambda: peer.server.forms.fetch(address, FormOf.SETTINGS, AT, (), ended.is_set))
         connections = [silent.accept()[0] for _ in range(2)]
         ended.set()
         assert form.result() is None
@@ -322,10 +326,10 @@ def test_nobody_waits_longer_than_the_generation_lasts_for_a_peer_that_does_not_
 def test_a_form_like_that_of_the_peer_is_not_sent(ranks: Ranks) -> None:
     source, peer = ranks(0), ranks(0)
     form = tuple((f"parameter {number}", "[3] of float32") for number in range(3))
-    source.server.announce_form((0, 0, 0, 0), form)
+    source.server.forms.announce(FormOf.STATE, (0, 0, 0, 0), lambda: form)
     own = form[::-1]
-    assert peer.server.fetch_form(source.server.address, (0, 0, 0, 0), own, lambda: False) is own
-    assert peer.server.fetch_form(source.server.address, (0, 0, 0, 0), own[1:], lambda: False) == form
+    assert peer.server.forms.fetch(source.server.address, FormOf.STATE, (0, 0, 0, 0), own, lambda: False) is own
+    assert peer.server.forms.fetch(source.server.address, FormOf.STATE, (0, 0, 0, 0), own[1:], lambda: False) == form
 
 
 # FORMEXCHANGE-2
@@ -338,10 +342,10 @@ def test_settings_are_read_while_they_count_alone(ranks: Ranks) -> None:
         assert go_on.wait(DEADLINE_S)
         return FORM
 
-    source.server.announce_settings(AT, settings)
-    fetched = Background(lambda: peer.server.fetch_settings(source.server.address, AT, (), lambda: False))
+    source.server.forms.announce(FormOf.SETTINGS, AT, settings)
+    fetched = Background(lambda: peer.server.forms.fetch(source.server.address, FormOf.SETTINGS, AT, (), lambda: False))
     assert reading.wait(DEADLINE_S)
-    withdrawing = Background(source.server.withdraw_settings)
+    withdrawing = Background(lambda: source.server.forms.withdraw(FormOf.SETTINGS))
     assert withdrawing.running
     go_on.set()
     assert fetched.result() == FORM
@@ -352,8 +356,8 @@ def test_settings_are_read_while_they_count_alone(ranks: Ranks) -> None:
 def test_no_settings_are_those_of_another_attempt(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form_exchange, "BUILT_S", 0.01)
     source, peer = ranks(0), ranks(0)
-    source.server.announce_settings(AT, lambda: FORM)
-    assert peer.server.fetch_settings(source.server.address, FIRST, (), lambda: False) is None
-    assert peer.server.fetch_settings(source.server.address, AT, (), lambda: False) == FORM
-    source.server.withdraw_settings()
-    assert peer.server.fetch_settings(source.server.address, AT, (), lambda: False) is None
+    source.server.forms.announce(FormOf.SETTINGS, AT, lambda: FORM)
+    assert peer.server.forms.fetch(source.server.address, FormOf.SETTINGS, FIRST, (), lambda: False) is None
+    assert peer.server.forms.fetch(source.server.address, FormOf.SETTINGS, AT, (), lambda: False) == FORM
+    source.server.forms.withdraw(FormOf.SETTINGS)
+    assert peer.server.forms.fetch(source.server.address, FormOf.SETTINGS, AT, (), lambda: False) is None
