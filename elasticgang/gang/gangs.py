@@ -167,6 +167,13 @@ def _remade(gangs: Mapping[str, Gang], further: Mapping[str, Gang]) -> Gangs:
     return Gangs(**gangs, further=further)
 
 
+def replica_gangs(mesh: DeviceMesh, gangs: Gangs) -> dict[str, int]:
+    """Those of `gangs` along which replica groups differ, and which `mesh` has as a dimension; with its number."""
+    along = mesh.get_all_groups()
+    groups = {name: gangs[name].as_process_group() for name in ("rdp", "dp", "root")}
+    return {name: along.index(group) for name, group in groups.items() if group in along}
+
+
 def create_fake_gangs(device: torch.device | str) -> Gangs:
     """Gangs of one rank, without processes."""
     fakes: dict[str, Any] = {name: FakeGang(device) for name in _NAMES}

@@ -33,7 +33,7 @@ from elasticgang.gang.bans import Ban
 from elasticgang.layout import ModelCoordinates
 from elasticgang.member.form_comparison import FormComparison
 from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, StateServer
-from elasticgang.member.seat_state import SeatState
+from elasticgang.member.seat_state import SeatState, check_is_of_seat
 from elasticgang.process.status_page import ThreadState
 from elasticgang.protocol import coverage
 from elasticgang.protocol import member_instructions as do
@@ -477,6 +477,7 @@ class MemberDriver:
         others = list(self.reducers)
         with self._page.paused(), self._banned(Ban.BUILD):
             objects = built.make(part, layout)
+        check_is_of_seat(objects, self._rendezvous.gangs)
         self._seat_reducers = [reducer for reducer in self.reducers if reducer not in others]
         self._state_server.register(built.name_of, **objects)
 

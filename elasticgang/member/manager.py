@@ -329,7 +329,8 @@ class QuorumManager:
 
         The values come from the peers, if there are any. `build` must not communicate, because the other ranks train
         meanwhile: a collective of `manager.gangs` raises InvalidOperationError in it. It may read the ranks, sizes and
-        meshes of the gangs.
+        meshes of the gangs. No module may be sharded over the replica groups (the gangs `rdp`, `dp` and `root`), as
+        `fully_shard` without `mesh` does it: `steps` raises ValueError then.
 
         A tensor is known by its name in its module. Where a stage of a pipeline has other names than the whole model,
         or the same ones for other tensors, `names(seat, name)` returns the whole model's name of the parameter or

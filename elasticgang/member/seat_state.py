@@ -4,6 +4,8 @@ SEATSTATE-1  State is built only once the rank has coordinates: a spare has none
 SEATSTATE-2  State belongs to one part of the model, in one layout. It is kept while only `rdp` and the rank's number
     change.
 SEATSTATE-3  The state of a former seat is dropped before the next one is built.
+SEATSTATE-4  No module is sharded over the replica groups, as `fully_shard` does without a mesh or with one of `dp`: its
+    parts would change with the number of groups, and each group would heal its own from another group's.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from elasticgang.errors import InvalidOperationError
+from elasticgang.gang import Gangs
+from elasticgang.gang.gangs import replica_gangs
 from elasticgang.layout import ModelCoordinates
 
 BuildFunction = Callable[[ModelCoordinates], Mapping[str, object]]
@@ -67,3 +74,18 @@ class SeatState:
 
 def _is_name(key: object) -> bool:
     return isinstance(key, str) and key.isidentifier() and not key.startswith("_")
+
+
+def check_is_of_seat(objects: Mapping[str, object], gangs: Gangs) -> None:
+    """SEATSTATE-4. Raises ValueError."""
+    modules = {name: item for name, item in objects.items() if isinstance(item, nn.Module)}
+    for owner, module in modules.items():
+        for name, tensor in module.named_parameters():
+            if not isinstance(tensor, DTensor):
+                continue
+            for gang, dim in replica_gangs(tensor.device_mesh, gangs).items():
+                if not tensor.placements[dim].is_replicate():
+                    raise ValueError(
+                        f"{name} of {owner!r} must not be sharded over the replica groups, but is over the gang "
+                        f'`{gang}`: give `fully_shard` the mesh `manager.gangs.device_mesh("sdp")`.'
+                    )

@@ -19,6 +19,8 @@ SHARDED-7  With `reduction="reproducible"` or `keep`, `fully_shard` reduces the 
 SHARDED-8  Nothing changes a gradient between the last backward and the vote: each replica group would clip its own sum
     by its own norm. Some elements of two gradients are compared, because the versions of DTensors do not count the
     changes of torch's foreach functions. `finish` waits for the device anyway.
+SHARDED-9  No parameter lies along the replica groups, as on a mesh of `rdp` and `sdp` (HSDP): the module would add its
+    gradients over them, and this class would add the sums once more.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError
-from elasticgang.gang import ReduceOperation
+from elasticgang.gang import Gangs, ReduceOperation
+from elasticgang.gang.gangs import replica_gangs
 from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.protocol.form import Form
 from elasticgang.state.dtensor import like, local, local_gradient
@@ -63,11 +67,14 @@ class ShardedDataParallel(nn.Module):
         without. `Optimizer.step` says which optimizers it refuses.
 
         Raises:
-            ValueError: `reduction` is unknown. Or it is "reproducible", and an `sdp` of the job's layouts is no power
-                of two; or `sdp` is greater than 1, and `fully_shard` does not shard a trainable parameter over it.
+            ValueError: `reduction` is unknown. Or a parameter lies on a mesh along `rdp`, `dp` or `root`, as by a
+                `fully_shard` without `mesh`: shard over `sdp`. Or `reduction` is "reproducible", and an `sdp` of the
+                job's layouts is no power of two; or `sdp` is greater than 1, and `fully_shard` does not shard a
+                trainable parameter over it.
         """
         super().__init__()
         check_reduction(reduction)
+        _check_meshes(module, manager.gangs)
         self._options = f"reduction={reduction!r}, keep={keep}"
         self.is_reproducible = reduction == "reproducible"
         self._scatters: list[TreeReduceScatter] = []
@@ -268,3 +275,14 @@ def some_bytes(tensor: Tensor) -> Tensor:
 def _part(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     """This rank's part (SHARDED-3)."""
     return torch.zeros_like(local(parameter)) if gradient is None else gradient
+
+
+def _check_meshes(module: nn.Module, gangs: Gangs) -> None:
+    """SHARDED-9. Raises ValueError."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and (found := replica_gangs(parameter.device_mesh, gangs)):
+            raise ValueError(
+                f"the mesh of {name} must not lie along the replica groups, but does along `{next(iter(found))}`: "
+                "`ShardedDataParallel` adds the gradients over them. Give `fully_shard` the mesh "
+                '`manager.gangs.device_mesh("sdp")`.'
+            )
