@@ -94,6 +94,7 @@ from elasticgang.session.tls_watch import TlsWatch, watch_tls
 
 log = logging.getLogger("elasticgang")
 
+_ACCEPT_TOLD_S = 60.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _UNSAVED = 1  # the exit code
 
@@ -108,6 +109,7 @@ class Agent:
         self._lifecycle = AgentLifecycle(_new_id(), _options_of(job))
         self._timer: asyncio.TimerHandle | None = None
         self._exit: asyncio.Future[int] | None = None
+        self._tells_accept_s = 0.0  # when the next event about that is due
         self._is_unsaved = False  # the job has finished without its final state in a checkpoint
         self._stopping = threading.Event()
         self._supervisor = ProcessSupervisor(job.env, job.preload, self._stopping, self._spawn_task, job.num_ranks)
@@ -245,7 +247,9 @@ class Agent:
         """An unhandled exception ends the job: an agent with a dead task could block the others for ever."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context["message"]:
-            self._events.write("accept failed", error=str(error))  # asyncio tries again in a second
+            if (now_s := time.monotonic()) >= self._tells_accept_s:  # asyncio tries again each second
+                self._tells_accept_s = now_s + _ACCEPT_TOLD_S
+                self._events.write("accept failed", error=str(error))
             return
         try:
             self._handle(InternalError(f"internal error in the agent: {context['message']}: {error!r}"))

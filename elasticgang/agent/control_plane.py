@@ -79,6 +79,7 @@ _CHECK_S = 0.1
 _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is killed
 SILENT_S = 5.0  # CONTROL-7
 _MAX_QUEUED = 4096  # connections: all agents of a large job try at once whether they reach this one (REACH-1)
+_MAX_ACCEPTED = 64  # in one turn of the event loop
 _ANYWHERE = ("192.0.2.1", 9)  # an address for examples, beyond the default route
 _ANYWHERE_6 = ("2001:db8::1", 9)
 
@@ -182,7 +183,10 @@ class ControlPlane:
             f"coordinator at {self.coordinator} lets peers connect",
         )
         try:
-            self._listener = await asyncio.start_server(answer, self.host, 0, backlog=_MAX_QUEUED)
+            listening = socket.create_server((self.host, 0), family=family_of(self.host))
+            # asyncio goes on to accept as often in a turn even where no descriptor is free.
+            self._listener = await asyncio.start_server(answer, sock=listening, backlog=_MAX_ACCEPTED)
+            listening.listen(_MAX_QUEUED)
         except OSError as exc:
             raise OperationalError(f"cannot listen on {self.host}: {exc}") from exc
         self.address = f"{self.host}:{self._listener.sockets[0].getsockname()[1]}"

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from elasticgang.agent.change_log import ChangeLog
@@ -81,10 +82,9 @@ class RankEvents:
                 settings = tuple((str(name), str(value)) for name, value in message["settings"].items() if value)
                 why = message["broken"], message["timed_out"]
                 self.late.stopped(rank.local_rank, rank.page.step, str(message["stopped_at"]))
-                has_connected = bool(message["connected"])
-                self._handle(
-                    RecordRequested(rank.member, report, layout, *why, checkpoint, settings, left_step, has_connected)
-                )
+                connected, lacks = bool(message["connected"]), str(message["lacks"])
+                asked = RecordRequested(rank.member, report, layout, *why, checkpoint, settings)
+                self._handle(replace(asked, left_step=left_step, connected=connected, lacks=lacks))
             case "committed":
                 attempt = Attempt(message["step"], message["generation"])
                 self._changes.pace.read(rank.page.commit_times())

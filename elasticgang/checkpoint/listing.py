@@ -31,12 +31,14 @@ class UnreadableError(CheckpointError):
 
 @dataclass(frozen=True)
 class Found:
-    """One complete checkpoint. `manifest` is None, and `problem` says why, if it cannot be used."""
+    """One complete checkpoint. `manifest` is None, and `problem` says why, if it cannot be used. `is_unreadable`: the
+    system cannot read it, as of `UnreadableError`."""
 
     folder: Folder
     attempt: Attempt
     manifest: Manifest | None
     problem: str = ""
+    is_unreadable: bool = False
 
     @property
     def path(self) -> str:
@@ -94,7 +96,7 @@ def _look_at(folder: Folder) -> Found:
             raise CheckpointError(mark)
         return Found(folder, attempt, read_manifest(folder))
     except CheckpointError as exc:
-        return Found(folder, attempt, None, str(exc))
+        return Found(folder, attempt, None, str(exc), isinstance(exc, UnreadableError))
 
 
 def _is_deleted(folder: Folder) -> bool:

@@ -12,10 +12,10 @@ SAVER-6  The committing writer waits for no share that will never come. A rank l
     show a file so late. The save of the final state supersedes the one before.
 SAVER-7  A relative directory is that of the working directory at the start, for the rank and for its writer, which has
     the working directory of a later time.
-SAVER-8  A rank that starts where ranks of its host have trained goes on where no checkpoint can be written or listed,
-    with a warning: it heals, and its saves may succeed later. As an error of the script, which comes again at once, it
-    would be given up for good (RESTART-3) for what the others survive (SAVER-2, SAVER-5). It lists them for `LIST_S`
-    before it says that there are none: if nobody is left from whom it could heal, that ends the job.
+SAVER-8  A rank that starts where ranks of its host have trained goes on where no checkpoint can be written, or listed
+    and read, with a warning: it heals, and its saves may succeed later. As an error of the script, which comes again at
+    once, it would be given up for good (RESTART-3) for what the others survive (SAVER-2, SAVER-5). It looks for
+    `LIST_S` before it says that there are none: if nobody is left from whom it could heal, that ends the job.
 SAVER-9  No rank begins a save while the last vote of its generation has counted one under way, except the final one: a
     rank whose former save has ended would write a share to which no manifest comes. While the committing writer hangs,
     as on a mount whose server is away, nobody would delete these.
@@ -122,6 +122,7 @@ class DurableCheckpoints:
         self._final: tuple[int, float] = 0, 0.0  # the generation that saves the final state, and its deadline
         self._has_begun_last = self._has_given_up = False  # in that generation
         self._unusable: set[str] = set()  # paths
+        self._told: dict[str, str] = {}  # by path: why that checkpoint cannot be used; "": why none can
         self.coverage: Coverage | None = None
 
     # -- saving
@@ -361,21 +362,27 @@ class DurableCheckpoints:
                     continue
                 if lacks_state and not survives:
                     raise
-                log.warning("%s", exc)  # SAVER-5
+                if str(exc) != self._told.get(""):
+                    log.warning("%s", exc)  # SAVER-5
+                self._told[""] = str(exc)
                 return None
 
     def _newest(self) -> CheckpointRef | None:
-        problems = []
+        problems, may_pass = [], False
         for found in listing.scan(self._storage):
             problem = "this rank could not load it" if found.path in self._unusable else found.problem
             if found.manifest is not None and not problem:
                 return CheckpointRef(found.attempt, found.manifest.digest)
             problems.append(f"{found.folder.name}: {problem}")
-            log.warning("cannot use the checkpoint %s: %s; trying the one before", found.path, problem)
+            may_pass = may_pass or found.is_unreadable
+            if problem != self._told.get(found.path):
+                self._told[found.path] = problem
+                log.warning("cannot use the checkpoint %s: %s; trying the one before", found.path, problem)
+        what = f"no checkpoint in {self._storage.path} can be used: {'; '.join(problems)}"
+        if may_pass:  # SAVER-8
+            raise listing.UnreadableError(what)
         if problems:
-            raise CheckpointError(
-                f"no checkpoint in {self._storage.path} can be used: {'; '.join(problems)}. Remove them to start anew"
-            )
+            raise CheckpointError(f"{what}. Remove them to start anew")
         return None
 
     def load(self, ref: CheckpointRef, state: MemberState) -> bool:

@@ -163,15 +163,17 @@ def _remove_incomplete(storage: Storage, request: dict[str, Any], *, has_failed:
 
 def _remove(storage: Storage, names: Sequence[str]) -> bool:
     """Returns whether any is deleted."""
-    num_removed = 0
+    left: list[tuple[Folder, OSError]] = []
     for name in names:
-        old = storage.folder(name)
+        folder = storage.folder(name)
         try:
-            old.remove()
-            num_removed += 1
+            folder.remove()
         except OSError as exc:
-            _warn(f"could not remove the old checkpoint {old.path}", exc)
-    return num_removed > 0
+            left.append((folder, exc))
+    if left:
+        (newest, why), num_more = left[-1], len(left) - 1
+        _warn(f"could not remove {newest.path}" + (f" and {num_more} more" if num_more else ""), why)
+    return len(left) < len(names)
 
 
 def _warn(what: str, exc: OSError) -> None:

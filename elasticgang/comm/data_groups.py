@@ -24,6 +24,8 @@ DATA-8  A collective that a device has not passed in its timeout ends the config
         those of NCCL 10 minutes, whatever the call says.
 DATA-9  The tensors of a collective, also those that were made for it, are kept until the stream that has waited for it
         is past it. It may be another stream than theirs: a future's callbacks have one of their own.
+DATA-10  Where the host has no further thread, a group is not configured, which costs the generation, and aborts run on
+         the thread that calls for them.
 """
 
 from __future__ import annotations
@@ -166,6 +168,7 @@ class DataConfiguration:
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._ender: threading.Thread | None = None
+        self._has_ended = threading.Event()
         is_on_device = self.device.type == "cuda"
         self._progress = DeviceProgress(self.device.index or 0, groups.cuda) if is_on_device else None
 
@@ -190,8 +193,10 @@ class DataConfiguration:
                 _abort(pg)
             self._changed.set()
 
-        thread = threading.Thread(target=configure, name="data-configure", daemon=True)
-        thread.start()
+        try:
+            threading.Thread(target=configure, name="data-configure", daemon=True).start()
+        except RuntimeError as exc:  # DATA-10
+            raise PeerLostError(f"could not configure the process group of {name}: {exc}") from exc
         while not self._changed.wait(LONGEST_WAIT_S):  # SIGNAL-LATE; the group's own timeout ends `configure`
             pass
         self._changed.clear()
@@ -308,22 +313,31 @@ class DataConfiguration:
             self.fail(error)
 
     def kill(self, error: GangError) -> None:
-        """End the configuration. Never blocks; `fail` waits for the end."""
+        """End the configuration. Does not block (but see DATA-10); `fail` waits for the end."""
         with self._lock:
             if self.error is not None:
                 return
             self.error = error
-            self._ender = threading.Thread(target=self._end, name="data-abort", daemon=True)
-            self._ender.start()
         self._changed.set()
+        try:
+            threading.Thread(target=self._end, name="data-abort", daemon=True).start()
+        except RuntimeError:  # DATA-10
+            self._end()
 
     def fail(self, error: GangError) -> None:
         """`kill`, and wait until every collective has ended and accesses no tensor (DATA-2, DATA-3)."""
         self.kill(error)
-        if self._ender is not None and self._ender is not threading.current_thread():
-            self._ender.join()
+        if self._ender is not threading.current_thread():
+            self._has_ended.wait()
 
     def _end(self) -> None:
+        self._ender = threading.current_thread()
+        try:
+            self._abort_all()
+        finally:
+            self._has_ended.set()
+
+    def _abort_all(self) -> None:
         """DATA-3."""
         if self._progress is not None:
             self._progress.close()
@@ -333,7 +347,7 @@ class DataConfiguration:
         deadline = time.monotonic() + limit_s
         aborts = [_Abort(name, pg) for name, pg in list(self._pgs.items())]
         for abort in aborts:
-            abort.start()
+            abort.begin()
         has_drained = self._await_drain(aborts, deadline)
         late = [] if has_drained else [abort for abort in aborts if not abort.has_returned(deadline)]
         self.is_aborted = not late
@@ -363,7 +377,10 @@ class DataConfiguration:
         if self.device.type != "cuda" or not aborts or not all(abort.outlasts_kernels for abort in aborts):
             return False
         drain = threading.Thread(target=_drain, args=(self.device,), name="data-drain", daemon=True)
-        drain.start()
+        try:
+            drain.start()
+        except RuntimeError:  # DATA-10
+            return False
         drain.join(max(0.0, deadline - time.monotonic()))
         return not drain.is_alive()
 
@@ -459,6 +476,15 @@ class _Abort(threading.Thread):
         self.group, self._pg = group, pg
         self.outlasts_kernels = bool(getattr(pg, "abort_outlasts_kernels", False))
         self.stuck: OperationalError | None = None
+        self._has_run = False  # on another thread
+
+    def begin(self) -> None:
+        """Start, or do it on this thread where no other can be started (DATA-10)."""
+        try:
+            self.start()
+        except RuntimeError:
+            self.run()
+            self._has_run = True
 
     def run(self) -> None:
         try:
@@ -469,6 +495,8 @@ class _Abort(threading.Thread):
     def has_returned(self, deadline: float) -> bool:
         """Wait until `deadline`; for an isolated group until it has ended, because its abort has a limit of its own: a
         process with memory on a device may take longer to die."""
+        if self._has_run:
+            return True
         is_isolated = isinstance(self._pg, ProcessGroupIsolated)
         self.join(None if is_isolated else max(0.0, deadline - time.monotonic()))
         return not self.is_alive()

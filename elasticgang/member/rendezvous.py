@@ -151,6 +151,8 @@ class ElasticRendezvous:
         self.drain.wake = lambda: self._link.records.put(None)
         self._unsaved: int | None = None
         self._stopped_at = ""  # in the last generation, if it has ended by an error
+        self._lacks = ""  # what this rank lacks in the present generation, in words
+        self._num_delays = 0  # since it has entered one
         os.register_at_fork(after_in_child=self._close_in_child)
 
     @property
@@ -300,6 +302,7 @@ class ElasticRendezvous:
             settings=settings,
             left_step=isinstance(error, StepAborted),  # MANAGER-19
             connected=request.connected,
+            lacks=self._lacks,
             stopped_at=self._stopped_at if error is not None else "",
             **why,
         )
@@ -308,7 +311,10 @@ class ElasticRendezvous:
     def _delay(self, delay: do.Delay) -> None:
         times = f"{delay.num} generations in a row" if delay.num > 1 else "the last generation"
         ends_at = time.monotonic() + delay.delay_s
-        log.warning(
+        self._num_delays += 1
+        is_told = self._num_delays & (self._num_delays - 1) == 0  # the first, second, fourth and so on
+        log.log(
+            logging.WARNING if is_told else logging.DEBUG,
             "the ranks of %s did not connect in %s; rank %d requests the next one in %g s (%s)",
             *(delay.hosts, times, self.local_rank, delay.delay_s, delay.error),
         )
@@ -352,6 +358,7 @@ class ElasticRendezvous:
         self._link.send("entered", phases={"generation": record.generation, **self._phases})
         self.page.set_thread_state(ThreadState.USER_CODE)
         reached("entered")
+        self._num_delays = 0
 
     def _close(self) -> None:
         self.page.set_thread_state(ThreadState.LEFT)
@@ -380,8 +387,8 @@ class ElasticRendezvous:
 
     def _open(self, record: Record, seat: Seat) -> Generation:
         """The generation, with groups that nothing connects yet. From here on an abort ends it."""
-        self._stopped_at = ""
-        groups = self._open_groups()
+        self._stopped_at = self._lacks = ""
+        groups = self._open_groups(record)
         data = None if self._data is None else self._data.open(groups.comm.block)
         rank = record.plan.ranks[self.member]
         sums = self._open_sums(record, rank, groups)
@@ -403,16 +410,17 @@ class ElasticRendezvous:
         self.page.use(groups.comm.block)
         return self._generation
 
-    def _open_groups(self) -> Configuration:
+    def _open_groups(self, record: Record) -> Configuration:
         """Raises GangError, or OperationalError where the job starts: there is no comm process (RENDEZVOUS-4)."""
         try:
             groups = self._groups.open(_COMM_TIMEOUT_S)
         except OperationalError as exc:
-            if not self._has_had_comm:
+            if not self._has_had_comm and (record.committed.step == 0 or record.checkpoint):
                 raise
             level = logging.DEBUG if self._num_without_comm else logging.WARNING
             log.log(level, "rank %d has no comm process, and tries again: %s", self.local_rank, exc)
             self._num_without_comm += 1
+            self._lacks = "comm process"
             if self._num_without_comm >= MAX_WITHOUT_COMM:
                 self._end_rank(exc)
             self._connecting_s, self._has_timed_out = NO_MEMORY_S, False
@@ -434,15 +442,20 @@ class ElasticRendezvous:
 
     def _take_block(self, record: Record, route: SumRoute) -> SumBlock | None:
         """The memory for the sums of this host's ranks. None: there is none, as SUMS-5 has it."""
-        descriptor = self._door.take_block(record.digest) if route.has_block else None
+        if not route.has_block:
+            return None
+        self._lacks = "memory for its votes"
+        descriptor = self._door.take_block(record.digest)
         if descriptor is None:
             return None
         try:
-            return SumBlock(descriptor, len(route.local))
+            block = SumBlock(descriptor, len(route.local))
         except OSError:
             return None
         finally:
             os.close(descriptor)
+        self._lacks = ""
+        return block
 
     def _connect(self, generation: Generation) -> None:
         record, groups = generation.record, generation.groups

@@ -2,8 +2,8 @@
 
 EVENTLOG-1  A caller never waits for the disk: a blocked one would delay the agent's heartbeats until its lease ends.
     What waits to be written is bounded, by `MAX_QUEUED_BYTES`; what comes beyond it is dropped and counted.
-EVENTLOG-2  `close` waits up to `FLUSH_S` for what is queued, and says how much was not written. A process that is
-    killed loses what is queued, and no more.
+EVENTLOG-2  `close` waits up to `FLUSH_S` for what is queued, and for a last try to make a file that could not be made
+    (EVENTLOG-3), and says how much was not written. A process that is killed loses what is queued, and no more.
 EVENTLOG-3  The file at its path has all events. One that was renamed, deleted or replaced while the agent runs, as by
     logrotate, is made again from the file that the agent holds open: before the next event, and within `LOOK_S`. If it
     cannot be, because its directory was deleted or the disk is full, that is said once and tried again every `RETRY_S`.
@@ -119,8 +119,7 @@ class EventLog:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closing, LOOK_S)
                 if self._is_closing and not self._queue:
-                    writer.close()
-                    return
+                    break
                 item = self._queue.popleft() if self._queue else None
             if item is None:
                 writer.flush()
@@ -142,6 +141,8 @@ class EventLog:
                 self._num_dropped -= num_dropped
             if num_dropped:
                 self._say(f"elasticgang: the disk of {writer.path} takes events again; {num_dropped} were dropped")
+        writer.flush(is_last=True)
+        writer.close()
 
 
 def _line_of(event: EventName, **fields: Any) -> bytes:
@@ -168,8 +169,11 @@ class _Writer:
         self._line = line
         self._unwritten += line
 
-    def flush(self) -> bool:
-        """Write what was appended. False: the disk refuses the rest, which the next call tries again (EVENTLOG-5)."""
+    def flush(self, *, is_last: bool = False) -> bool:
+        """Write what was appended. False: the disk refuses the rest, which the next call tries again (EVENTLOG-5).
+        `is_last`: try again at once to make a file that could not be made (EVENTLOG-2)."""
+        if is_last:
+            self._makes_at_s = None if self._makes_at_s is None else 0.0
         self._look()
         return self._write()
 

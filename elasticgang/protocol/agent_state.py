@@ -37,7 +37,10 @@ AGENT-13  Ranks that have found a difference of their states tell the agent, so 
     the news with it, and a script that catches the error does not hide it. The first one is told. If nobody can say who
     is right, the agent fails at once, and so do the others, whose ranks may not know it.
 AGENT-14  A rank that dies again and again before one of its processes commits a step is restarted later and later. One
-    that is killed for memory in each heal would otherwise cost the others two generations a second.
+    that is killed for memory in each heal would otherwise cost the others two generations a second. Deaths of more than
+    `WINDOW_S` ago do not count: a spare never commits.
+AGENT-15  A generation in which ranks of this host have not connected counts towards the question about a firewall only
+    if nothing else has ended it, such as the death of a rank, or a rank without a comm process.
 """
 
 from __future__ import annotations
@@ -100,7 +103,7 @@ from elasticgang.protocol.record import (
     Undecided,
     Unrecoverable,
 )
-from elasticgang.protocol.restarts import Failure, Restarts
+from elasticgang.protocol.restarts import WINDOW_S, Failure, Restarts
 from elasticgang.protocol.shortened import shortened
 
 _MAX_BACKOFF_S = 10.0
@@ -184,7 +187,7 @@ class AgentState:
     _waits_for_start: bool = True
     _starts_are_late: bool = False
     _has_stopped_starts: bool = False
-    _early_deaths: dict[int, int] = field(default_factory=dict)
+    _early_deaths: dict[int, list[float]] = field(default_factory=dict)  # when; AGENT-14
     _num_not_started: int = 0  # in a row
     _num_steps: int = 0
     _all_by_script: bool = True  # whether every rank that has left called `manager.leave()`
@@ -195,6 +198,7 @@ class AgentState:
     _tried_in: int = 0  # the newest generation for which all were tried
     _unconnected_in: int = 0  # the newest generation to which a rank here has not connected
     _num_unconnected: int = 0  # of these, since the last commit
+    _explained_in: int = 0  # the newest of which something else is known to have ended it (AGENT-15)
 
     def __post_init__(self) -> None:
         self._num_never_started = self.devices.num_without
@@ -355,7 +359,8 @@ class AgentState:
             return [RetireMembers((event.member,), "the job has finished")]
         instructions: list[Instruction] = []
         if event.broken and not newcomer:
-            own = LEFT_STEP if event.left_step else self._unloaded(event)
+            lack = f"has no {event.lacks}" if event.lacks else ""
+            own = LEFT_STEP if event.left_step else lack or self._unloaded(event)
             what = own or ("timed out in a collective" if event.timed_out else "lost a peer")
             late = event.timed_out and not own
             instructions = self._abort(what, rank.local_rank, is_effect=not own, timed_out=late)
@@ -398,6 +403,7 @@ class AgentState:
             return []
         if not event.over:
             return self._notice_join()
+        self._note_cause(event.cause)
         if self._over >= event.generation and not event.cause.timed_out:
             return []
         self._over = max(self._over, event.generation)
@@ -411,6 +417,7 @@ class AgentState:
         """AGENT-2: end the generation for the members here, and once for the other agents, because of `what` the local
         `ranks` did."""
         record, cause = self.record, EndCause(what, (self.agent,), ranks, is_effect, timed_out)
+        self._note_cause(cause)
         if record is None or self._over >= record.generation or not self.is_awaited():
             return self._abort_seated(cause)
         self._over = record.generation
@@ -432,8 +439,14 @@ class AgentState:
     def _unconnected(self) -> list[Instruction]:
         assert self.record is not None
         if self._unconnected_in < self.record.generation:
-            self._unconnected_in, self._num_unconnected = self.record.generation, self._num_unconnected + 1
+            self._unconnected_in = self.record.generation
+            self._num_unconnected += self._explained_in < self.record.generation
         return self._try_all_hosts()
+
+    def _note_cause(self, cause: EndCause) -> None:
+        """Of the end of the present generation (AGENT-15)."""
+        if self.record is not None and not (cause.is_effect or cause.timed_out):
+            self._explained_in = self.record.generation
 
     def _try_all_hosts(self) -> list[Instruction]:
         """REACH-1."""
@@ -604,7 +617,7 @@ class AgentState:
         if event.draining:
             return instructions + self._end_if_too_few()
         self._num_restarts += 1
-        return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
+        return [*instructions, Restart(rank.local_rank, self._backoff(rank, event.at_s))]
 
     def _go_on_without(self, code: int, why: str, *, is_known: bool = False) -> list[Instruction]:
         """AGENT-12, RESTART-3. `why`: the rank is not restarted. `code`: of the agent's exit, if no rank is left.
@@ -656,7 +669,7 @@ class AgentState:
                 return [*notices, Fail(1, f"no rank of this host is left; the last one lost its device: {reason}")]
             return notices + self._end_if_too_few()
         self._num_restarts += 1
-        return [*notices, Restart(rank.local_rank, self._backoff(rank))]
+        return [*notices, Restart(rank.local_rank, self._backoff(rank, event.at_s))]
 
     def _failed(self, rank: _Rank, event: Exited) -> list[Instruction]:
         """The script has failed. The last instruction is Fail, unless the rank may be restarted."""
@@ -712,6 +725,8 @@ class AgentState:
         return [BroadcastJobFailed(event.step, event.generation, event.text), Fail(1, event.text)]
 
     def _not_started(self, local_rank: int, reason: str) -> list[Instruction]:
+        if self._has_stopped_starts:
+            return []
         self._num_not_started += 1
         if not self._ranks and self._num_not_started > _MAX_NOT_STARTED:
             return [Fail(1, f"rank {local_rank} cannot be started: {reason}")]
@@ -741,11 +756,12 @@ class AgentState:
         """Ranks that take part, begin to exit, or are still to start."""
         return len(self._live()) + len(self._in(_Phase.EXITING)) + self._num_to_start
 
-    def _backoff(self, rank: _Rank) -> float:
+    def _backoff(self, rank: _Rank, now_s: float) -> float:
         """Seconds before a restart (AGENT-14)."""
-        deaths = 0 if rank.has_committed else self._early_deaths.get(rank.local_rank, 0) + 1
-        self._early_deaths[rank.local_rank] = deaths
-        return 0.0 if deaths <= _FREE_DEATHS else float(min(2 ** (deaths - _FREE_DEATHS - 1), _MAX_BACKOFF_S))
+        before = [] if rank.has_committed else self._early_deaths.get(rank.local_rank, [])
+        early = [] if rank.has_committed else [*(at_s for at_s in before if at_s > now_s - WINDOW_S), now_s]
+        self._early_deaths[rank.local_rank] = early
+        return 0.0 if len(early) <= _FREE_DEATHS else float(min(2 ** (len(early) - _FREE_DEATHS - 1), _MAX_BACKOFF_S))
 
     def _record_answered(self, answer: Record | Undecided | Unrecoverable) -> list[Instruction]:
         if isinstance(answer, Record):

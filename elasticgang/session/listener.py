@@ -3,6 +3,8 @@
 LISTEN-BOUND  At most `MAX_PENDING` connections wait for their handshake. Further ones stay in the kernel's queue until
               one of these is done, or the oldest has had `MIN_PENDING_S` and is ended. So the agents of a large job can
               all come at once, and an attacker's connections keep nobody out for long.
+LISTEN-SPARE  Connections leave `NUM_SPARE` descriptors to the process: a coordinator that cannot open the file of its
+              next decision ends. Where a connection would take one of these, it is closed, and makes room as above.
 LISTEN-TURN   The sessions that are open have their turn after each `ACCEPT_S` in which connections are accepted.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import resource
 import secrets
 import socket
 from collections.abc import Callable
@@ -24,6 +27,7 @@ from elasticgang.session.tls import Tls, TlsStream
 MAX_PENDING = 1024
 MIN_PENDING_S = 0.5
 ACCEPT_S = 0.01
+NUM_SPARE = 16
 _MAX_QUEUED = 4096
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # this host has no such address: another one of the name may do
 _RETRY_S = 0.5  # while the process has no descriptor to spare
@@ -128,8 +132,12 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError as exc:
-                self.incidents.note("an unknown host", f"it cannot be accepted: {exc}")
-                self._stop_accepting(_RETRY_S)
+                self._lack_descriptors(f"it cannot be accepted: {exc}")
+                return
+            # A descriptor gets the lowest number that is free.
+            if accepted.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - NUM_SPARE:
+                accepted.close()
+                self._lack_descriptors(f"it cannot be accepted: {NUM_SPARE} descriptors are left (ulimit -n)")
                 return
             self._serve(accepted, address)
             if loop.time() >= until_s:  # LISTEN-TURN
@@ -157,14 +165,26 @@ class Listener:
             connection.abort(str(failure))
             accepted.close()
 
+    def _lack_descriptors(self, reason: str) -> None:
+        """LISTEN-SPARE."""
+        self.incidents.note("an unknown host", reason)
+        wait_s = self._end_oldest("no descriptor is left for it", asyncio.get_running_loop().time())
+        self._stop_accepting(min(wait_s, _RETRY_S))
+
     def _make_room(self, now_s: float) -> float:
         """Returns how long to wait before the oldest connection may be ended, 0 if there is room."""
         if len(self._pending) < MAX_PENDING:
             return 0.0
+        return self._end_oldest(f"more than {MAX_PENDING} connections wait for their handshake", now_s)
+
+    def _end_oldest(self, reason: str, now_s: float) -> float:
+        """Of those that wait for their handshake. Returns in how many seconds that may be; 0 if it is ended."""
+        if not self._pending:
+            return _RETRY_S
         oldest, since_s = next(iter(self._pending.items()))
         if (wait_s := since_s + MIN_PENDING_S - now_s) > 0.0:
             return wait_s
-        oldest.abort(f"more than {MAX_PENDING} connections wait for their handshake")
+        oldest.abort(reason)
         self._forget(oldest)
         return 0.0
 

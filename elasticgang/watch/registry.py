@@ -103,19 +103,19 @@ def newest(what: str | None) -> Path | None:
     does, that have run; one without events is left out."""
     if what is not None:
         return next((path for path, _ in reversed(find(what)) if path.is_file()), None)
-    for _, agent in sorted(_listed(), key=lambda each: (each[1].is_alive, each[1].began_at), reverse=True):
+    for _, agent in reversed(_listed()):
         if (path := agent.log_dir / EVENTS).is_file():
             return path
     return None
 
 
 def _listed() -> list[tuple[Path, ListedAgent]]:
-    """The newest last."""
+    """The newest last: one that runs is newer than one that has ended, whatever a clock that was set says."""
     paths: list[Path] = []
     with contextlib.suppress(OSError):
         paths = list(run_dir().glob(f"*{_SUFFIX}")) if is_own_directory(run_dir()) else []
     found = [(path, agent) for path in paths if (agent := _read(path)) is not None]
-    return sorted(found, key=lambda each: each[1].began_at)
+    return sorted(found, key=lambda each: (each[1].is_alive, each[1].began_at))
 
 
 def _is_unlisted_alive(events: Path) -> bool | None:

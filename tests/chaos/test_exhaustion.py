@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.locations import storage_at
 from scripts.chaos_runs.soaking.comm_processes import comm_processes
+from tests.chaos.several import Coordinator
 from tests.chaos.training_scripts import training
 from tests.support import Job, kill, wait_until
 
@@ -74,6 +77,21 @@ def test_a_rank_that_cannot_be_started_comes_back_once_it_can(tmp_path: Path) ->
         assert told[0].endswith("trying again in 1 s: [Errno 24] Too many open files")
         assert len(told) == len([event for event in job.events() if event["event"] == "warned"])
         assert "Traceback" not in job.stderr
+        job.process.terminate()
+        assert job.wait() == 143
+
+
+def test_connections_that_no_descriptor_is_left_for_fill_no_log(tmp_path: Path) -> None:
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=2) as job:
+        job.expect_file(tmp_path / "at-1")
+        found = psutil.Process(job.process.pid).net_connections()
+        (port,) = [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
+        former = allow_descriptors(job.process.pid, 3)
+        with socket.create_connection(("127.0.0.1", port)) as waiting:
+            job.expect("accept failed")
+            allow_descriptors(job.process.pid, former)
+            assert waiting.recv(1)  # the agent has accepted it
+        assert len([event for event in job.events() if event["event"] == "accept failed"]) == 1
         job.process.terminate()
         assert job.wait() == 143
 
@@ -169,10 +187,42 @@ def test_ranks_that_get_no_comm_process_wait_for_one(tmp_path: Path, without: li
         step = int(job.expect_file(tmp_path / "at-0"))
         wait_until(lambda: int(job.expect_file(tmp_path / "at-0")) > step + 3, "further steps")
         assert {seen["local_rank"] for seen in job.events() if seen["event"] == "exited"} == {2}
-        assert job.stderr.count("rank 0 has no comm process") <= 1
+        assert job.stderr.count("rank 0 has no comm process, and tries again") <= 1
         job.process.terminate()
         assert job.wait() == 143
         assert "Traceback" not in job.stderr
+
+
+# RENDEZVOUS-4
+def test_a_host_that_joins_waits_for_a_comm_process(tmp_path: Path) -> None:
+    setup = """
+        import threading
+        if "LACKS" in os.environ:
+            def end_lack():
+                while not (here / "go").exists(): time.sleep(0.01)
+                threading.stack_size(0)
+            threading.Thread(target=end_lack, daemon=True).start()
+            threading.stack_size(1 << 47)  # more than there is
+        """
+    path = training(tmp_path, steps=100_000, setup=setup, body="time.sleep(0.01)")
+    with Coordinator(tmp_path / "coordinator") as coordinator:
+        options = ["--coordinator", coordinator.address, "--nnodes", "1:2", "--job-id", "job"]
+        with Job(tmp_path / "one", path, ranks=1, options=options) as one:
+            one.expect("entered")
+            with Job(tmp_path / "two", path, ranks=1, options=options, env={"LACKS": "1"}) as two:
+                two.expect_line("rank 0 has no comm process, and tries again: ")
+                (tmp_path / "go").touch()
+                two.expect("entered")
+                one.expect("generation_change", cause=f"rank 0 of agent {agent_of(two)} has no comm process")
+                assert "firewall" not in one.stderr + two.stderr
+                for job in (one, two):
+                    job.process.terminate()
+                    assert job.wait() == 143
+                    assert "Traceback" not in job.stderr
+
+
+def agent_of(job: Job) -> str:
+    return str(job.expect("started")["agent"])
 
 
 # RENDEZVOUS-4

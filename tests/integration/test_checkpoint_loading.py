@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import elasticgang as eg
-from elasticgang.checkpoint import listing
+from elasticgang.checkpoint import listing, saver
 from elasticgang.checkpoint.digest import digest_of
 from elasticgang.checkpoint.files import LocalFolder, LocalStorage
 from elasticgang.checkpoint.locations import storage_at
@@ -265,6 +265,27 @@ def test_a_rank_with_the_state_goes_on_where_no_checkpoint_can_be_used(
     rank = Rank(saved).train(10)
     assert rank.checkpoints.newest(rank.state) is None
     assert "no checkpoint in" in caplog.text
+
+
+# SAVER-8
+def test_a_rank_that_restarts_goes_on_where_no_checkpoint_can_be_read(
+    saved: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a disk has errors: the list is there, and no file."""
+    found = list(listing.scan(storage_at(saved)))
+    for each in found:
+        (Path(each.path) / "corrupt").mkdir()  # which cannot be read as a file
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*: Is a directory$"):
+        Rank(saved).newest()
+    caplog.clear()
+    rank = Rank(saved, has_trained=True)
+    monkeypatch.setattr(saver, "LIST_S", 0.1)
+    monkeypatch.setattr(saver, "LIST_AGAIN_S", 0.01)
+    assert rank.checkpoints.newest(rank.state) is None
+    assert caplog.text.count("trying the one before") == len(found)
+    for each in found:
+        (Path(each.path) / "corrupt").rmdir()
+    assert rank.newest() == Rank(saved).newest()
 
 
 class Other(Model):

@@ -214,6 +214,30 @@ def test_a_configure_whose_peers_do_not_come_ends_with_the_configuration(store: 
             connecting.result(GUARD_S)
 
 
+@contextlib.contextmanager
+def no_further_thread() -> Iterator[None]:
+    threading.stack_size(1 << 47)  # more than there is
+    try:
+        yield
+    finally:
+        threading.stack_size(0)
+
+
+# DATA-10
+def test_a_group_that_gets_no_thread_costs_the_generation_and_no_more(trio: Trio, store: str) -> None:
+    trio.configure()
+    groups = DataGroups(KINDS["torchft's"], CPU, GUARD_S, lambda stuck: pytest.fail(str(stuck)))
+    with no_further_thread():
+        with pytest.raises(PeerLostError, match="could not configure the process group of dp: can't start new thread"):
+            groups.open().connect("dp", f"{store}/none/{next(_prefixes)}", "rank 0", GroupSpec("all", 0, 1), 1)
+        for present in [groups.present, *trio.present]:
+            assert present is not None
+            present.fail(PeerLostError("a test ends it"))
+            assert present.is_aborted
+    again = trio.configure()
+    trio.each(lambda rank: contract.one_to_another(again[rank]))
+
+
 # MANAGER-13
 def test_a_configure_that_a_fault_of_the_device_ends_has_it_as_its_cause() -> None:
     class OnBrokenDevice(torchft.ProcessGroupDummy):  # type: ignore[misc]  # of untyped torchft

@@ -20,7 +20,7 @@ from elasticgang.errors import OperationalError
 from elasticgang.observe import events, log_lock
 from elasticgang.observe.events import EventLog
 from tests.chaos.training_scripts import training
-from tests.support import PROMPT_S, Job, wait_until
+from tests.support import DEADLINE_S, PROMPT_S, Job, wait_until
 
 TEXT = "x" * 1000
 _PIPE_BYTES = 4096
@@ -116,6 +116,25 @@ def test_what_is_queued_is_written_at_the_end(tmp_path: Path) -> None:
 
 # EVENTLOG-2
 # EVENTLOG-6
+# EVENTLOG-2
+def test_the_end_tries_once_more_to_make_a_file_that_could_not_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "RETRY_S", DEADLINE_S)
+    directory, said = tmp_path / "log", list[str]()
+    log = EventLog(str(directory), said.append)
+    log.write("started")
+    wait_until(lambda: (directory / "events.jsonl").stat().st_size > 0, "the first event")
+    directory.rename(tmp_path / "former")
+    log.write("spawned")
+    wait_until(lambda: said, "a warning")
+    assert "cannot be made again yet" in said[0]
+    directory.mkdir()
+    log.close()
+    lines = (directory / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["started", "spawned"]
+
+
 def test_files_that_cannot_be_written_are_told_of_once_and_counted(tmp_path: Path) -> None:
     told: list[str] = []
     log = EventLog(str(tmp_path), told.append)

@@ -157,6 +157,18 @@ def test_a_job_is_listed_while_its_agent_lives(run_dir: Path, tmp_path: Path) ->
     assert alive("nobody") == []
 
 
+def test_an_agent_that_runs_is_newer_than_one_of_a_clock_that_was_set_back(run_dir: Path, tmp_path: Path) -> None:
+    log_dir = tmp_path / "log"
+    with agent("one", str(log_dir)):
+        pass
+    (entry,) = run_dir.glob("*.agent.json")
+    began_at = json.loads(entry.read_text())["began_at"]
+    entry.write_text(json.dumps({**json.loads(entry.read_text()), "began_at": began_at + 3600.0}))
+    with agent("one", str(log_dir)):
+        assert alive(str(log_dir)) == [(log_dir / registry.EVENTS, True)]
+        assert registry.is_running(log_dir / registry.EVENTS)
+
+
 def test_events_of_an_unlisted_job_are_found_by_their_directory(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     assert alive(str(tmp_path)) == []

@@ -399,6 +399,47 @@ def test_a_coordinator_without_descriptors_accepts_again_once_it_has_some() -> N
     serve(test)
 
 
+# LISTEN-SPARE
+def test_connections_leave_descriptors_to_the_process_and_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "MIN_PENDING_S", 0.01)
+
+    async def test(echo: Echo) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]  # so that no lower number is free
+        waiting = [socket.socket() for _ in range(50)]
+        limit = waiting[-1].fileno() + 1 + listeners.NUM_SPARE + 8
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            for each in waiting:
+                each.setblocking(False)
+                each.connect_ex(("127.0.0.1", echo.listener.port))
+            await echo.has_logged.wait()
+            assert f"{listeners.NUM_SPARE} descriptors are left" in echo.log[0]
+            for descriptor in [os.open(os.devnull, os.O_RDONLY) for _ in range(listeners.NUM_SPARE)]:
+                os.close(descriptor)
+            while not (await outcome(echo)):
+                pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in taken:
+                os.close(descriptor)
+            for each in waiting:
+                each.close()
+
+    async def outcome(echo: Echo) -> bool:
+        """Whether a session opens."""
+        client, connection = await connect(echo)
+        opened: asyncio.Future[object] = asyncio.ensure_future(client.is_open.wait())
+        ended: asyncio.Future[object] = asyncio.ensure_future(asyncio.shield(client.reason))
+        await asyncio.wait([opened, ended], return_when=asyncio.FIRST_COMPLETED)
+        opened.cancel()
+        ended.cancel()
+        connection.abort("the test ends")
+        return client.is_open.is_set()
+
+    serve(test)
+
+
 # LISTEN-BOUND
 def test_many_connections_are_taken_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a large job come at once, and each turn serves all of them."""

@@ -79,9 +79,9 @@ class Host:
         )
 
     def exits(
-        self, member: str, status: int = KILLED, *, blameless: bool = False, goes: bool = False
+        self, member: str, status: int = KILLED, *, blameless: bool = False, goes: bool = False, at_s: float = 0.0
     ) -> list[Instruction]:
-        return self.state.handle(Exited(member, status, blameless, goes))
+        return self.state.handle(Exited(member, status, blameless, goes, at_s=at_s))
 
     def raises(
         self,

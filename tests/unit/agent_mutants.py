@@ -62,8 +62,8 @@ _faulted = Devices.faulted
 _fence = AgentSession._fence
 
 
-def _backoff_of_unseated(self: AgentState, rank: Any) -> float:
-    return 0.0 if rank.generation else _backoff(self, rank)
+def _backoff_of_unseated(self: AgentState, rank: Any, now_s: float) -> float:
+    return 0.0 if rank.generation else _backoff(self, rank, now_s)
 
 
 def _fence_for_the_lease_alone(self: AgentSession, reason: str, over: str) -> Any:
@@ -133,6 +133,14 @@ AGENT_MUTANTS = {
     "a rank that dies in each of its first steps is restarted at once": UnitMutant(
         ((AgentState, "_backoff", _backoff_of_unseated),),
         test_agent_state_exits.test_a_rank_that_dies_in_each_of_its_first_steps_is_restarted_later,
+    ),
+    "early deaths are never forgotten": UnitMutant(
+        ((agent_state, "WINDOW_S", math.inf),),
+        test_agent_state_exits.test_early_deaths_of_more_than_an_hour_ago_do_not_delay_a_restart,
+    ),
+    "a firewall is blamed for what something else has ended": UnitMutant(
+        ((AgentState, "_note_cause", always(None)),),
+        lambda: test_reach.test_generations_that_something_else_has_ended_do_not_count_as_unconnected(""),
     ),
     "sigterm that every process gets stops the ranks": UnitMutant(
         ((stop_request, "REPEATED_S", 0.0),),

@@ -23,6 +23,7 @@ from elasticgang.protocol.agent_events import (
     RequestRecord,
     Restart,
     RetireMembers,
+    StartsStopped,
     Warn,
 )
 from elasticgang.protocol.agent_state import describe_exit
@@ -573,6 +574,13 @@ def test_a_failed_start_is_retried_with_growing_delays() -> None:
     host.start("a1'")
     assert host.exits("a1'")[-1] == Restart(1, 0.0)
     assert host.state.handle(NotStarted(1, "no memory"))[-1] == Restart(1, 1.0)
+
+
+def test_a_failed_start_is_not_retried_after_a_stop_signal() -> None:
+    host = running(2)
+    host.exits("a1")
+    host.state.handle(StartsStopped())
+    assert host.state.handle(NotStarted(1, "no memory")) == []
 
 
 def test_the_job_ends_if_no_rank_runs_or_can_be_started() -> None:

@@ -35,6 +35,7 @@ from elasticgang.protocol.agent_state import describe_exit, tells_exit
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.next_record import infeasible
 from elasticgang.protocol.record import Undecided
+from elasticgang.protocol.restarts import WINDOW_S
 from tests.unit.agent_hosts import KILLED, LAYOUT, Host, rank_did, record_of, report_of, running
 
 # -- AGENT-5: once a member has finished, nobody is restarted
@@ -319,6 +320,19 @@ def test_a_rank_that_dies_in_each_of_its_first_steps_is_restarted_later() -> Non
     host.start("a1!")
     host.commits("a1!")
     assert host.exits("a1!")[-1] == Restart(1, 0.0)
+
+
+# AGENT-14
+def test_early_deaths_of_more_than_an_hour_ago_do_not_delay_a_restart() -> None:
+    """As of a spare, which never commits."""
+    host, delays = running(1), []
+    host.exits("a0")
+    for at_s in (*range(1, 7), WINDOW_S + 10.0):
+        host.start("a0'")
+        *_, restart = host.exits("a0'", at_s=at_s)
+        assert isinstance(restart, Restart)
+        delays.append(restart.delay_s)
+    assert delays == [0.0] * 4 + [1.0, 2.0, 0.0]
 
 
 # AGENT-14

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol import agent_events as events
 from elasticgang.protocol.agent_events import (
@@ -122,6 +124,22 @@ def test_that_ranks_do_not_connect_to_hosts_that_are_reached_is_told_once() -> N
         state.handle(events.RecordAnswered(record(number + 1)))
     (text,) = texts
     assert text.startswith("ranks of this host have not connected in 3 generations, although it reaches the other")
+
+
+# AGENT-15
+@pytest.mark.parametrize("lacks", ["", "comm process"])
+def test_generations_that_something_else_has_ended_do_not_count_as_unconnected(lacks: str) -> None:
+    """On this host or on another one, which notifies this one first."""
+    state = seated().state
+    what = "has no comm process"
+    for number in range(1, 6):
+        if not lacks:
+            state.handle(PeerNotice(number, over=True, cause=rank_did(what, 0, agent="b")))
+        request = RecordRequested("a0", report_of("a0"), ParallelLayout(), True, connected=False, lacks=lacks)
+        done = state.handle(request)
+        assert (Abort((), number, rank_did(what, 0)) in done) == bool(lacks)
+        assert not [each for each in tried(state, number, "") if isinstance(each, Warn)]
+        state.handle(events.RecordAnswered(record(number + 1)))
 
 
 # REACH-2

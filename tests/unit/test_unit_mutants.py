@@ -49,7 +49,11 @@ RULES = {
         "an agent goes on without anybody who is right",
         "one agent fails alone",
     ),
-    "AGENT-14": ("a rank that dies in each of its first steps is restarted at once",),
+    "AGENT-14": (
+        "a rank that dies in each of its first steps is restarted at once",
+        "early deaths are never forgotten",
+    ),
+    "AGENT-15": ("a firewall is blamed for what something else has ended",),
     "ALONE": ("joiners go on alone",),
     "BACK": (
         "a record that nobody has accepted outlives its office",
