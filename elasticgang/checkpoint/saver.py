@@ -19,6 +19,8 @@ SAVER-8  A rank that starts where ranks of its host have trained goes on where n
 SAVER-9  No rank begins a save while the last vote of its generation has counted one under way, except the final one: a
     rank whose former save has ended would write a share to which no manifest comes. While the committing writer hangs,
     as on a mount whose server is away, nobody would delete these.
+SAVER-10  A rank that does not write the manifest of the final state, and cannot list the checkpoints for `LIST_S`,
+    leaves it to the others whether the save is complete. Else all would wait for it for `FINISH_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ LIST_S = 10.0
 LIST_AGAIN_S = 1.0
 _ROUND_S = 1.0
 _LOOK_S = 0.1
+_FINAL = "final"  # what is told of that save
 _COMMITTER = ((0, 0, 0), 0)  # the part and the number of the writer that writes the manifest
 
 
@@ -121,6 +124,9 @@ class DurableCheckpoints:
         self._failed: str = ""  # the directory of a plan that could not be followed
         self._final: tuple[int, float] = 0, 0.0  # the generation that saves the final state, and its deadline
         self._has_begun_last = self._has_given_up = False  # in that generation
+        self._commits = False  # whether this rank writes the manifest of the newest save
+        self._unlisted_s: float | None = None  # since when the checkpoints cannot be listed, and why (SAVER-10)
+        self._why_unlisted = ""
         self._unusable: set[str] = set()  # paths
         self._told: dict[str, str] = {}  # by path: why that checkpoint cannot be used; "": why none can
         self.coverage: Coverage | None = None
@@ -227,7 +233,8 @@ class DurableCheckpoints:
             "lost": [],
             "within_s": None,
         }
-        if (model, number) == _COMMITTER:
+        self._commits = (model, number) == _COMMITTER
+        if self._commits:
             request["commit"] = {
                 "places": [place_name(each) for each in plan.holders],
                 "attempt": list(plan.attempt),
@@ -260,9 +267,14 @@ class DurableCheckpoints:
                 pass
 
     def _is_complete(self, attempt: Attempt) -> bool:
-        with contextlib.suppress(OSError):
-            return any(name.startswith(_prefix(attempt)) for name in listing.names(self._storage)[0])
-        return False
+        try:
+            complete, _ = listing.names(self._storage)
+        except OSError as exc:
+            self._unlisted_s = self._unlisted_s or time.monotonic()
+            self._why_unlisted = exc.strerror or str(exc)
+            return False
+        self._unlisted_s = None
+        return any(name.startswith(_prefix(attempt)) for name in complete)
 
     def save_last(self, member: str, state: MemberState) -> tuple[bool, bool]:
         """Save the final state, and wait up to `_ROUND_S` for that (MANAGER-12). Returns whether it is being saved, and
@@ -297,12 +309,23 @@ class DurableCheckpoints:
         return not self._has_given_up or self.is_saving, self._has_given_up
 
     def _await_manifest(self, attempt: Attempt) -> bool:
-        """Wait up to `_ROUND_S` for the manifest of `attempt`. Returns whether it is there."""
+        """Wait up to `_ROUND_S` for the manifest. Returns whether it is there, or others know that (SAVER-10)."""
         deadline = time.monotonic() + _ROUND_S
-        while not self._is_complete(attempt):
+        while not (self._is_complete(attempt) or self._leaves_it_to_others(attempt)):
             if self._has_given_up or time.monotonic() > deadline:
                 return False
             time.sleep(self._storage.poll_s)
+        return True
+
+    def _leaves_it_to_others(self, attempt: Attempt) -> bool:
+        """SAVER-10."""
+        now_s = time.monotonic()
+        if self._unlisted_s is None or now_s < self._unlisted_s + LIST_S or self._commits:
+            return False
+        text = f"this rank cannot look whether step {attempt.step} is saved: {self._why_unlisted}; the others do"
+        if text != self._told.get(_FINAL):
+            self._told[_FINAL] = text
+            log.warning("%s", text)
         return True
 
     def has(self, attempt: Attempt) -> bool:

@@ -20,6 +20,8 @@ LIFE-7  The agent exits once no rank runs, starts or waits for its restart. The 
         the failure's, else 128 + N after signal N to a rank that had finished (AGENT-10), else 0. It exits once.
 LIFE-8  A rank whose device is still used by the former one gives its turn up, and is tried again after `DEVICE_POLL_S`:
         one device holds up no other start.
+LIFE-9  One line tells of ranks that drain and have not left when the grace period ends: mostly their script handles
+        SIGTERM itself, and the steps after the newest checkpoint are lost.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ from elasticgang.protocol.agent_events import (
     StartsStopped,
     StopHelpers,
     TimePassed,
+    Warn,
 )
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.devices import Devices
@@ -304,7 +307,7 @@ class AgentLifecycle:
     def _time_passed(self) -> list[AgentInstruction]:
         if self._grace_ends_s is not None and self._grace_ends_s <= self._now_s:
             why = f": {len(self._members)} of its ranks had not left within {self.grace_s:g} s"
-            return self._exit(self._code, why if self._members else "")
+            return self._say_late() + self._exit(self._code, why if self._members else "")
         done: list[AgentInstruction] = []
         if self._start_expires_s is not None and self._start_expires_s <= self._now_s:
             self._start_expires_s = None
@@ -320,6 +323,14 @@ class AgentLifecycle:
             del self._delayed[local_rank]
             self._to_start.append(local_rank)
         return done
+
+    def _say_late(self) -> list[AgentInstruction]:
+        """LIFE-9."""
+        if not self._members or self._phase is not _Phase.SERVING:
+            return []
+        ranks = ", ".join(str(local_rank) for local_rank in self.state.local_ranks(self._members))
+        what = f"rank {ranks} did not leave within {self.grace_s:g} s (--grace-period): killing what is left"
+        return [Warn(f"{what}; a script that handles or ignores SIGTERM itself has to call `manager.leave()`")]
 
     # -- starts
 

@@ -330,6 +330,10 @@ class AgentState:
     def live(self) -> tuple[str, ...]:
         return tuple(self._ranks)
 
+    def local_ranks(self, members: Iterable[str]) -> list[int]:
+        """Of those of the members that run, in their order."""
+        return sorted(self._ranks[member].local_rank for member in members if member in self._ranks)
+
     def _live(self) -> set[str]:
         return {member for member, rank in self._ranks.items() if rank.phase not in (_Phase.LEFT, _Phase.EXITING)}
 

@@ -485,6 +485,26 @@ def test_a_save_is_complete_with_the_shares_of_ranks_that_save_no_more(tmp_path:
     assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [10]
 
 
+# SAVER-10
+def test_a_rank_that_cannot_list_the_checkpoints_does_not_hold_up_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "LIST_S", 0.1)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").symlink_to("here")
+    ranks = [Rank(tmp_path / "here", "a0"), Rank(tmp_path / "there", "b0")]
+    for rank in ranks:
+        rank.train(7)
+    assert ranks[1].checkpoints.save_last("b0", ranks[1].state) == (True, False)
+    (tmp_path / "there").unlink()
+    (tmp_path / "there").symlink_to("there")
+    assert rounds(*ranks) == [(False, False)] * 2
+    assert caplog.text.count("this rank cannot look whether step 7 is saved: Too many levels of symbolic links") == 1
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path / "here"))] == [7]
+    for rank in ranks:
+        rank.close()
+
+
 # SAVER-6
 def test_the_final_state_waits_for_no_save_that_another_rank_has_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -286,6 +286,10 @@ AGENT_MUTANTS = {
         ((Fault, "restarts", property(always(True), lambda fault, restarts: None)),),
         test_devices.test_device_2_a_rank_that_does_not_start_again_takes_no_spare_device,
     ),
+    "ranks that do not leave are killed without a word": UnitMutant(
+        ((AgentLifecycle, "_say_late", always([])),),
+        test_agent_lifecycle.test_one_line_tells_of_ranks_that_drain_and_do_not_leave,
+    ),
     "a used device holds up other starts": UnitMutant(
         ((AgentLifecycle, "_device_used", always([])),),
         test_agent_lifecycle.test_a_rank_whose_device_is_used_lets_the_others_start,

@@ -449,6 +449,18 @@ def test_an_agent_whose_grace_period_ends_says_how_many_ranks_had_not_left() -> 
     ]
 
 
+# LIFE-9
+def test_one_line_tells_of_ranks_that_drain_and_do_not_leave() -> None:
+    host = running()
+    host.gets(signal.SIGTERM)
+    host.exits("a0", 0)
+    (warning,) = [each.text for each in host.waits() if isinstance(each, Warn)]
+    assert warning.startswith("rank 1 did not leave within 1 s (--grace-period): killing what is left; a script that")
+    host = running()
+    host.gets(signal.SIGINT)
+    assert not [each for each in host.waits() if isinstance(each, Warn)]
+
+
 def test_a_signal_before_the_first_start_ends_the_agent_at_once() -> None:
     assert Host().gets(signal.SIGTERM)[-1] == Exit(128 + signal.SIGTERM)
 

@@ -142,6 +142,7 @@ RULES = {
     ),
     "LIFE-7": ("a failure exits with code 0", "a signal exits with code 0", "an agent exits before its restarts"),
     "LIFE-8": ("a used device holds up other starts",),
+    "LIFE-9": ("ranks that do not leave are killed without a word",),
     "LOST": (
         "a lost spare costs a step",
         "a coordinator's standstill counts",
