@@ -60,6 +60,7 @@ class RankRendezvous:
         self._new_asked: list[Asked] = []
         self._flushing: asyncio.Handle | None = None
         self._reserve: int | None = None  # the descriptor of the next block
+        self._num_without_block = 0  # generations in a row
         self._has_told_shortage = False  # since the last connection that was received
 
     def begin(self, record: Record, agent: str) -> None:
@@ -86,7 +87,13 @@ class RankRendezvous:
                         rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [block])
                         door.sendmsg([record.digest.encode()], [rights], socket.MSG_DONTWAIT)
         except OSError as exc:
-            self._write_line(f"elasticgang: there is no memory for the votes of generation {record.generation}: {exc}")
+            self._num_without_block += 1
+            if self._num_without_block & (self._num_without_block - 1) == 0:  # the first, second, fourth and so on
+                self._write_line(
+                    f"elasticgang: there is no memory for the votes of generation {record.generation}: {exc}"
+                )
+        else:
+            self._num_without_block = 0
         finally:
             if block is not None:
                 os.close(block)

@@ -13,9 +13,10 @@ RENDEZVOUS-3  The agent's notice halts the comm process, and the first commit of
     the coordinator is away the ranks of other hosts do, after `HALTED_S` at most.
 RENDEZVOUS-4  A rank for which no comm process can be started, because the host has no process or memory left, does not
     enter the generation: it ends it after `NO_MEMORY_S`, and tries again in the next one (MANAGER-17). As an error of
-    the script, on two ranks of a host in one step, it would end the job. It is such an error where the job starts.
-    After `MAX_WITHOUT_COMM` times in a row it ends itself, as by a kill: what it lacks may be its own, such as threads
-    of its script. Otherwise the others would all give up with it (MANAGER-17).
+    the script, on two ranks of a host in one step, it would end the job. It is such an error where the job starts, and
+    after `MAX_WITHOUT_FIRST_COMM` times on a host that joins, because the others wait for it. After `MAX_WITHOUT_COMM`
+    times in a row it ends itself, as by a kill: what it lacks may be its own, such as threads of its script. Otherwise
+    the others would all give up with it (MANAGER-17).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("elasticgang")
 
-MAX_WITHOUT_COMM = 50  # generations in a row, RENDEZVOUS-4
+MAX_WITHOUT_COMM, MAX_WITHOUT_FIRST_COMM = 50, 5  # generations in a row, RENDEZVOUS-4
 _COMM_TIMEOUT_S = 200.0  # with a fork server of this rank's own, and each start's own limit, it may take that long
 
 
@@ -415,7 +416,8 @@ class ElasticRendezvous:
         try:
             groups = self._groups.open(_COMM_TIMEOUT_S)
         except OperationalError as exc:
-            if not self._has_had_comm and (record.committed.step == 0 or record.checkpoint):
+            starts = record.committed.step == 0 or record.checkpoint
+            if not self._has_had_comm and (starts or self._num_without_comm >= MAX_WITHOUT_FIRST_COMM):
                 raise
             level = logging.DEBUG if self._num_without_comm else logging.WARNING
             log.log(level, "rank %d has no comm process, and tries again: %s", self.local_rank, exc)

@@ -194,15 +194,19 @@ def test_ranks_that_get_no_comm_process_wait_for_one(tmp_path: Path, without: li
 
 
 # RENDEZVOUS-4
-def test_a_host_that_joins_waits_for_a_comm_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_host_that_joins_waits_for_a_comm_process_but_not_for_long(tmp_path: Path, passes: bool) -> None:
     setup = """
-        import threading
+        import threading; from elasticgang.member import rendezvous; rendezvous.MAX_WITHOUT_FIRST_COMM = 3
+        from scripts.chaos_runs.soaking.comm_processes import comm_processes
         if "LACKS" in os.environ:
             def end_lack():
                 while not (here / "go").exists(): time.sleep(0.01)
                 threading.stack_size(0)
             threading.Thread(target=end_lack, daemon=True).start()
+            while not (found := comm_processes(os.getpid())): time.sleep(0.01)
             threading.stack_size(1 << 47)  # more than there is
+            for pid in found: os.kill(pid, signal.SIGKILL)
         """
     path = training(tmp_path, steps=100_000, setup=setup, body="time.sleep(0.01)")
     with Coordinator(tmp_path / "coordinator") as coordinator:
@@ -211,14 +215,17 @@ def test_a_host_that_joins_waits_for_a_comm_process(tmp_path: Path) -> None:
             one.expect("entered")
             with Job(tmp_path / "two", path, ranks=1, options=options, env={"LACKS": "1"}) as two:
                 two.expect_line("rank 0 has no comm process, and tries again: ")
-                (tmp_path / "go").touch()
-                two.expect("entered")
+                if passes:
+                    (tmp_path / "go").touch()
+                    two.expect("entered")
+                    two.process.terminate()
+                assert two.wait() == (143 if passes else 1)
+                assert two.stderr.count("Traceback") == (not passes)
                 one.expect("generation_change", cause=f"rank 0 of agent {agent_of(two)} has no comm process")
                 assert "firewall" not in one.stderr + two.stderr
-                for job in (one, two):
-                    job.process.terminate()
-                    assert job.wait() == 143
-                    assert "Traceback" not in job.stderr
+            one.process.terminate()
+            assert one.wait() == 143
+            assert "Traceback" not in one.stderr
 
 
 def agent_of(job: Job) -> str:

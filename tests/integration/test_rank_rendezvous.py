@@ -412,6 +412,22 @@ def test_a_block_that_is_larger_than_a_file_may_be_is_as_none() -> None:
     play(test)
 
 
+def test_generations_without_a_block_are_told_of_less_and_less() -> None:
+    async def test(host: Host) -> None:
+        for rank in range(2):
+            host.door(f"a/{rank}")
+        former = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, former[1]))
+        try:
+            for number in range(1, 8):
+                host.rendezvous.begin(record_of("a/0", "a/1", generation=number), "a")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        assert [line.partition(" generation ")[2][0] for line in host.lines] == ["1", "2", "4"]
+
+    play(test)
+
+
 # DOOR-5
 def test_one_block_is_to_be_had_without_a_free_descriptor() -> None:
     async def test(host: Host) -> None:
