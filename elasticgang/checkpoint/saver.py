@@ -377,7 +377,7 @@ class DurableCheckpoints:
         until_s = time.monotonic() + LIST_S
         while True:
             try:
-                return self._newest()
+                newest = self._newest()
             except CheckpointError as exc:
                 survives = self._has_trained and isinstance(exc, listing.UnreadableError)  # SAVER-8
                 if lacks_state and survives and time.monotonic() < until_s:
@@ -389,6 +389,8 @@ class DurableCheckpoints:
                     log.warning("%s", exc)  # SAVER-5
                 self._told[""] = str(exc)
                 return None
+            self._told.pop("", None)
+            return newest
 
     def _newest(self) -> CheckpointRef | None:
         problems, may_pass = [], False

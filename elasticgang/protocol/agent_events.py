@@ -25,8 +25,8 @@ class RecordRequested:
     """`broken`: a collective failed; otherwise the generation ended in order. `timed_out`: the collective timed out,
     and no peer is known to be lost. `checkpoint`: the newest that the member can load. `settings`: as in `Report`.
     `left_step`: an exception has left a step here, and the script goes on (MANAGER-19). `connected`: the member has
-    connected to the others of its generation, if it had a seat. `lacks`: what it
-    lacked for that, in words (RENDEZVOUS-4, SUMS-5)."""
+    connected to the others of its generation, if it had a seat. `lacks`: what it lacked for that, in
+    words (RENDEZVOUS-4, SUMS-5)."""
 
     member: str
     report: MemberReport
