@@ -485,6 +485,19 @@ def test_a_save_is_complete_with_the_shares_of_ranks_that_save_no_more(tmp_path:
     assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [10]
 
 
+def test_remains_that_cannot_be_removed_are_told_of_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / f"step-{step:012d}-1-0123456789abcdef" / "a directory").mkdir(parents=True)
+    rank = Rank(tmp_path)
+    rank.enter(("a0",))
+    rank.save(10)
+    told = [line for line in capfd.readouterr().err.splitlines() if "could not remove" in line]
+    assert len(told) == 1
+    assert " and 2 more: Is a directory" in told[0]
+
+
 # SAVER-10
 def test_a_rank_that_cannot_list_the_checkpoints_does_not_hold_up_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
