@@ -21,11 +21,15 @@ SHARDED-8  Nothing changes a gradient between the last backward and the vote: ea
     changes of torch's foreach functions. `finish` waits for the device anyway.
 SHARDED-9  No parameter lies along the replica groups, as on a mesh of `rdp` and `sdp` (HSDP): the module would add its
     gradients over them, and this class would add the sums once more.
+SHARDED-10  Where `fully_shard` shards parameters over `sdp`, a warning names trainable ones that it leaves out, such as
+    those beside the layers if only these were given to it: it does not add their gradients over the sdp gang, whose
+    ranks would train each its own. An error would refuse a module that adds them by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,22 +44,27 @@ from elasticgang.gang import Gangs, ReduceOperation
 from elasticgang.gang.gangs import replica_gangs
 from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.protocol.form import Form
+from elasticgang.protocol.shortened import shortened
 from elasticgang.state.dtensor import like, local, local_gradient
 from elasticgang.torch_private import forget_iteration, holds_gradients
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
 from elasticgang.train.slot_sum import counts_of
 from elasticgang.train.trainable import Trainable
-from elasticgang.train.tree_reduce_scatter import TreeReduceScatter, check_is_sharded, check_layouts, install
+from elasticgang.train.tree_reduce_scatter import TreeReduceScatter, check_is_sharded, check_layouts, install, unsharded
+
+log = logging.getLogger("elasticgang")
 
 _NUM_SAMPLED = 64  # elements
+_NUM_NAMED = 3  # parameters in a warning
 
 
 class ShardedDataParallel(nn.Module):
     """Wraps `module`, of which each rank of an sdp gang holds a part, and sums its gradients over `manager.gangs.rdp`.
 
     For FSDP2 modules, `fully_shard(module, mesh=manager.gangs.device_mesh("sdp"))`: they then reduce sums over `sdp`
-    instead of means, and `Optimizer.step(weight=)` divides them. `state_dict` is the module's.
+    instead of means, and `Optimizer.step(weight=)` divides them. A warning names parameters that are left out of it,
+    whose gradients nobody adds over `sdp`. `state_dict` is the module's.
     """
 
     def __init__(
@@ -85,6 +94,12 @@ class ShardedDataParallel(nn.Module):
                 check_is_sharded(module)
             self._scatters = install(module)
         self.module = module
+        if manager.layout.sdp > 1 and self._fsdp_modules() and (left_out := unsharded(module)):  # SHARDED-10
+            log.warning(
+                "`fully_shard` does not shard %s, and adds no gradient of it over `sdp`: unless the module does so by "
+                "itself, each rank trains its own; give the whole model to `fully_shard` too",
+                shortened(left_out, _NUM_NAMED),
+            )
         self._manager = manager
         self._parameters_in_order = list(module.parameters())
         self._trainable = Trainable(module)

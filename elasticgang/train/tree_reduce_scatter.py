@@ -107,14 +107,22 @@ def check_layouts(layouts: Sequence[ParallelLayout]) -> None:
 def check_is_sharded(module: nn.Module) -> None:
     """Raises ValueError: a trainable parameter is not sharded by `fully_shard`, so that the module would add its
     gradients over the sdp gang in an order of its own."""
+    for name in unsharded(module):
+        raise ValueError(
+            f'with `reduction="reproducible"` and `sdp` greater than 1, `fully_shard` must shard every trainable '
+            f"parameter over `sdp`, but does not shard {name}: its gradients would be added in another order than "
+            "one rank adds them."
+        )
+
+
+def unsharded(module: nn.Module) -> list[str]:
+    """The trainable parameters that `fully_shard` does not shard."""
     modules = dict(module.named_modules(remove_duplicate=False))
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not (_owner(modules, name) is not None and _is_divided(parameter)):
-            raise ValueError(
-                f'with `reduction="reproducible"` and `sdp` greater than 1, `fully_shard` must shard every trainable '
-                f"parameter over `sdp`, but does not shard {name}: its gradients would be added in another order than "
-                "one rank adds them."
-            )
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not (_owner(modules, name) is not None and _is_divided(parameter))
+    ]
 
 
 def _owner(modules: dict[str, nn.Module], parameter: str) -> str | None:

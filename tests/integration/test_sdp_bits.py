@@ -95,3 +95,14 @@ def test_what_would_depend_on_sdp_is_refused(name: str, tmp_path: Path) -> None:
     done = run(tmp_path / "out", "sdp=2", 2, *options)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+# SHARDED-10
+@pytest.mark.parametrize("options", [(), ("--leave-out",)], ids=["whole", "left out"])
+def test_a_warning_names_parameters_whose_gradients_are_not_added_over_sdp(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = run(tmp_path / "out", "sdp=2", 2, "--reduction", "sum", *options)
+    assert done.returncode == 0, done.stderr
+    told = "`fully_shard` does not shard embedding.weight, and adds no gradient of it over `sdp`"
+    assert (told in done.stderr) == bool(options)
