@@ -12,6 +12,9 @@ DRIVER-6  No gradient outlives its step: not in a step that is tried again, and 
 DRIVER-7  As in DRIVER-3, a number that stands for the learning rates is summed, unless stages of a pipeline may have
     others: a schedule that is not registered begins anew on a rank that restarts (ALIKE-2 sees it only in the first
     steps), and one that follows a rank's own loss goes its way.
+DRIVER-8  Along `tp` and `pp` all ranks count the same samples, and the sum of the weights is divided by their number.
+    As in DRIVER-3, what the first one of each such group counts is summed too: a weight that the last stage alone gives
+    would make all gradients larger by a factor. A rank that has reported an error may give any weight.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
 _NUM_SAVES = 2  # numbers of a vote that are of checkpoints
+_WEIGHTS_TOLERANCE = 1e-6  # relative: a script may sum weights of its own in float32
 _RATES_TOLERANCE = 1e-6  # relative: hosts may round the functions of a schedule differently
 
 
@@ -83,6 +87,7 @@ class MemberDriver:
         self._batches = 0.0, 0.0  # of the totals under way
         self._rates: float | None = None  # DRIVER-7
         self._rates_sent = 0.0, 0.0  # of the totals under way
+        self._weight = 0.0  # DRIVER-8
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
         self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
@@ -106,8 +111,8 @@ class MemberDriver:
         optimizer (ALIKE-2). `rates`: stands for its learning rates (DRIVER-7).
 
         Raises:
-            InvalidOperationError: as `MemberLifecycle.commit` does; or DRIVER-3, DRIVER-7; or the step has changed a
-                parameter.
+            InvalidOperationError: as `MemberLifecycle.commit` does; or DRIVER-3, DRIVER-7, DRIVER-8; or the step has
+                changed a parameter.
             MismatchError: ALIKE-2.
         """
         self.lifecycle.check_unvoted()  # before what the first vote has changed is noticed
@@ -119,14 +124,14 @@ class MemberDriver:
             )
         self.samples.vote(self.lifecycle.state.committed.step, [shape for shape, _ in taken])
         self._apply, self._measure, self._prepare, self._taken = apply, measure, prepare, sorted(taken)
-        self._rates = rates
+        self._rates, self._weight = rates, weight
         if weight > 0:
             self._warn_of_loaded()
         try:
             with self._comparison.settings_announced(settings):
                 return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
         finally:
-            self._taken, self._rates = [], None  # of no other sum
+            self._taken, self._rates, self._weight = [], None, 0.0  # of no other sum
 
     def run(self, routine: Routine[_T]) -> _T:
         """Carry out the instructions of `routine` to its end. A GangError of one ends the generation."""
@@ -182,7 +187,7 @@ class MemberDriver:
                     self._num_values = len(values)
                     has_all = float(all(reducer.has_all for reducer in self.reducers))  # DDP-8
                     self._batches, self._rates_sent = self._number_of_batches(), self._number_of_rates()
-                    values = (*values, *self._batches, *self._rates_sent, has_all)
+                    values = (*values, *self._batches, *self._rates_sent, *self._weights(), has_all)
                 measured = self._measure() if measures and self._measure is not None else ()
                 self._sums = rendezvous.start_sum([*values, *measured])
             case Do.AWAIT_SUMS:
@@ -194,11 +199,13 @@ class MemberDriver:
                         self.checkpoints.count(num_proposals, num_saving, self.lifecycle.state.entered)
                     return sums[:-_NUM_SAVES]
                 reached("totals_received")
-                start, end = self._num_values, self._num_values + 5
-                of_batches, num_batches, of_rates, num_rates, has_any_all = sums[start:end]
+                start, end = self._num_values, self._num_values + 7
+                of_batches, num_batches, of_rates, num_rates, of_all, of_first, has_any_all = sums[start:end]
                 del sums[start:end]
                 self._check_batches(of_batches, num_batches)
                 self._check_rates(of_rates, num_rates)
+                if not sums[1]:  # no rank has reported an error
+                    self._check_weights(of_all, of_first)
                 if not has_any_all:
                     for reducer in self.reducers:
                         reducer.leave_out_unused()
@@ -349,6 +356,24 @@ class MemberDriver:
                 f"the ranks have different learning rates in step {self.lifecycle.state.committed.step}: register the "
                 "schedule (`register_state(schedule=schedule)`), and let it depend on nothing but the step and "
                 "`optim.sums`"
+            )
+
+    def _weights(self) -> tuple[float, float]:
+        """DRIVER-8: this rank's weight, and that of all that count the same samples if it is the first of them; zeros
+        if each rank counts its own, or where one of its replica group has no state: that one counts nothing."""
+        state = self.lifecycle.state
+        if (record := state.record) is None or (num := record.layout.pp * record.layout.tp) == 1 or not state.share():
+            return 0.0, 0.0
+        pp, _, tp = record.model_coordinates(state.member)
+        return self._weight, 0.0 if pp or tp else self._weight * num
+
+    def _check_weights(self, of_all: float, of_first: float) -> None:
+        """DRIVER-8."""
+        if abs(of_all - of_first) > _WEIGHTS_TOLERANCE * of_all:
+            raise InvalidOperationError(
+                f"the weights of step {self.lifecycle.state.committed.step} differ between ranks that count the same "
+                "samples: along `tp` and `pp`, let every rank give `optim.step` the same `weight`, also a stage that "
+                "knows no loss"
             )
 
     def _check_batches(self, total: float, num_ranks: float) -> None:

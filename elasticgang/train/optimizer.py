@@ -112,7 +112,8 @@ class Optimizer:
         clip them to `max_norm` if given (the 2-norm over all parameters of the model, on all ranks), apply them, and
         set them to None.
 
-        `weight`: the number of samples or tokens that this rank's losses were summed over; 0 without slots.
+        `weight`: the number of samples or tokens that this rank's losses were summed over; 0 without slots. With `tp`
+        or `pp`, all ranks that count the same samples give the same, also the stages that know no loss.
         `sums`: numbers of this rank, or tensors of one element, under the same names on every rank. They are summed
         over all ranks together with the weights, in float64. Once the step is committed, the attribute `sums` has the
         sums: `optim.sums["loss"]`. All ranks that apply the step have the same ones, whoever has died since. A rank
@@ -126,12 +127,12 @@ class Optimizer:
             ValueError: `weight` is negative or not finite, or a value of `sums` has several elements. Nothing was sent.
             LayoutError: no stage of the pipeline has a part of the state that the stages of another one had. Nothing is
                 committed.
-            InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0; or
-                `sums` has other names on some ranks, equally many; or ranks take their slots from different
-                `GlobalBatch`es; or the loop over the slots of a `StreamLoader` was left early; or the scaler is not
-                registered; or the parameter groups have changed since the first step; or the optimizer, or a parameter
-                that it trains, is not registered; or the step has changed a parameter; or, without `pp`, ranks
-                have different learning rates.
+            InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0, or
+                those of ranks along `tp` or `pp` differ; or `sums` has other names on some ranks, equally many; or
+                ranks take their slots from different `GlobalBatch`es; or the loop over the slots of a `StreamLoader`
+                was left early; or the scaler is not registered; or the parameter groups have changed since the first
+                step; or the optimizer, or a parameter that it trains, is not registered; or the step has changed a
+                parameter; or, without `pp`, ranks have different learning rates.
             MismatchError: this rank has joined, and its learning rate, or another setting, is not that of the others.
                 The agent does not restart it.
             NotSupportedError: with `reduction="reproducible"`, where a layout of the job has `sdp`: the optimizer is

@@ -1,0 +1,95 @@
+"""The weights of ranks that count the same samples, along `tp` and `pp`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import run_preloaded
+
+JOB = """
+import sys
+import torch
+import elasticgang as eg
+
+form = sys.argv[1]
+manager = eg.join()
+torch.manual_seed(0)
+model = eg.DistributedDataParallel(manager, torch.nn.Linear(2, 1), over="rdp")
+optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+manager.register_state(model=model, optim=optim)
+batches = eg.GlobalBatch(8, size=8, slot=2)
+num_tries = 0
+for step in manager.steps(2):
+    with step:
+        num_tries += 1
+        slots, gangs = batches.slots(step), manager.gangs
+        for slot in slots:
+            with model.accumulate(last=slot.last):
+                model(torch.ones(2, 2)).sum().backward()
+        is_last = gangs.pp.rank == gangs.pp.size - 1 and gangs.tp.rank == 0
+        weight = slots.num_samples
+        if form == "of one rank" and not is_last or form == "an error" and num_tries == 1 and is_last:
+            weight = 0
+        if form == "an error" and num_tries == 1 and is_last:
+            manager.report_error(ValueError("of this rank"))
+        optim.step(weight=weight)
+print("tries:", num_tries)
+"""
+REFUSED = "InvalidOperationError: the weights of step 0 differ between ranks that count the same samples"
+
+
+DIES = """
+import os, pathlib, signal, sys
+import torch
+import elasticgang as eg
+
+died = pathlib.Path(sys.argv[1])
+manager = eg.join()
+model = torch.nn.Linear(2, 1)
+optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+manager.register_state(model=model, optim=optim)
+for step in manager.steps(100_000):
+    with step:
+        if os.environ["LOCAL_RANK"] == "3" and step.index == 2 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        parts = manager.gangs.tp.size * manager.gangs.rdp.size
+        optim.step(weight=1.0, sums={"back": died.exists() and parts == 4 and step.share is not None})
+    if optim.sums.get("back") == 4:
+        break
+"""
+
+
+def run(tmp_path: Path, layout: str, ranks: int, form: str, text: str = JOB) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "job.py"
+    script.write_text(text)
+    launcher = ["-m", "elasticgang", "run", "--nproc-per-node", str(ranks), "--layout", layout]
+    return run_preloaded([sys.executable, *launcher, str(script), form], timeout=60)
+
+
+# DRIVER-8
+@pytest.mark.parametrize(("layout", "ranks"), [("pp=2", 2), ("tp=2", 2), ("sdp=2,tp=2", 4)])
+def test_a_weight_that_one_of_the_ranks_gives_alone_is_refused(layout: str, ranks: int, tmp_path: Path) -> None:
+    done = run(tmp_path, layout, ranks, "of one rank")
+    assert done.returncode == 1
+    assert REFUSED in done.stderr
+
+
+@pytest.mark.parametrize(("form", "num_tries"), [("of all", 2), ("an error", 3)])
+def test_equal_weights_pass_and_so_does_any_weight_of_a_rank_that_reports_an_error(
+    form: str, num_tries: int, tmp_path: Path
+) -> None:
+    done = run(tmp_path, "pp=2", 2, form)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"tries: {num_tries}") == 2
+
+
+def test_an_active_rank_whose_group_has_a_learner_may_give_any_weight(tmp_path: Path) -> None:
+    """As a script does that divides the samples by itself."""
+    done = run(tmp_path, "tp=2,min_replicas=2", 4, str(tmp_path / "died"), DIES)
+    assert done.returncode == 0, done.stderr
+    assert "was killed by SIGKILL" in done.stderr
