@@ -359,7 +359,7 @@ class Agent:
                 self._changes.reporter.caused(
                     reason, "abort", time.monotonic(), is_effect=cause.is_effect, agents=cause.ended_agents
                 )
-                self._ranks.abort(members, generation, reason, cause.timed_out)
+                self._ranks.abort(members, generation, cause, self._lifecycle.agent)
                 self._control_plane.broadcast_over(generation, cause)
                 if cause.timed_out:
                     self._rank_events.late.timed_out()

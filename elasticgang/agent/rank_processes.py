@@ -32,6 +32,7 @@ from elasticgang.process.stacks import StackSource
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.devices import NOT_JOINED, Taken
+from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.record import Record
 
 _NOTHING = Attempt(0, 0)
@@ -171,9 +172,10 @@ class RankProcesses:
         for rank in self.of(members):
             rank.link.send(message)
 
-    def abort(self, members: Sequence[str], generation: int, reason: str, timed_out: bool) -> None:
-        """Notify the ranks of the end of that generation. `timed_out`: as in `EndCause`."""
-        message = framing.pack("abort", generation=generation, reason=reason, timed_out=timed_out)
+    def abort(self, members: Sequence[str], generation: int, cause: EndCause, agent: str) -> None:
+        """Notify the ranks, which are those of `agent`, of the end of that generation."""
+        how = {"timed_out": cause.timed_out, "is_elsewhere": cause.is_elsewhere(agent)}
+        message = framing.pack("abort", generation=generation, reason=cause.text(agent), **how)
         for rank in self.of(members):
             rank.notify_end(generation, message)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.process import framing
+from elasticgang.protocol.member_instructions import AbortNotice
 from elasticgang.protocol.record import Record
 
 _MAX_DIGEST = 256
@@ -75,7 +76,7 @@ def take_block(door: socket.socket, digest: str) -> int | None:
 class AgentLink:
     """Messages to and from the agent. `send` is thread-safe."""
 
-    def __init__(self, fd: int, *, on_abort: Callable[[int, str, bool], None], on_join: Callable[[int], None]) -> None:
+    def __init__(self, fd: int, *, on_abort: Callable[[AbortNotice], None], on_join: Callable[[int], None]) -> None:
         self._sock = socket.socket(fileno=fd)
         self._lock = threading.Lock()
         self._on_abort, self._on_join = on_abort, on_join
@@ -104,7 +105,8 @@ class AgentLink:
                         self.is_job_over = True
                         self.records.put(None)
                     case "abort":
-                        self._on_abort(message["generation"], message["reason"], message["timed_out"])
+                        how = message["timed_out"], message["is_elsewhere"]
+                        self._on_abort(AbortNotice(message["generation"], message["reason"], *how))
                     case "join":
                         self._on_join(message["generation"])
         except (OSError, WireError):

@@ -136,6 +136,7 @@ class ElasticRendezvous:
         self._aborted = AbortNotice()  # written by the link's thread, as is the next
         self._joining = 0
         self._connecting_s, self._has_timed_out = 0.0, False  # of the last generation that was not connected
+        self._ended_elsewhere = False  # that one
         self._has_had_comm, self._num_without_comm = context.has_trained, 0  # RENDEZVOUS-4
         self._not_opened: GangError | None = None  # why there is no generation, though the record has a seat
         self._phases: dict[str, float] = {}  # of the change under way, and when each ended
@@ -203,6 +204,7 @@ class ElasticRendezvous:
             self.page.successors,
             self._connecting_s,
             self._has_timed_out,
+            self._ended_elsewhere,
         )
 
     def poison(self, error: GangError) -> None:
@@ -348,8 +350,9 @@ class ElasticRendezvous:
             self._connect(generation)
         except GangError as error:
             self._connecting_s = time.monotonic() - self._phases["resolved"]
-            is_told = self._aborted.timed_out and self._aborted.ends(record.generation)
-            self._has_timed_out = is_told or isinstance(error, CollectiveTimeoutError)
+            notice = self._aborted if self._aborted.ends(record.generation) else AbortNotice()
+            self._has_timed_out = notice.timed_out or isinstance(error, CollectiveTimeoutError)
+            self._ended_elsewhere = notice.is_elsewhere
             generation.fail(error)
             if self._stopped_at:
                 self._stopped_at = "while it connected to the other ranks"
@@ -425,7 +428,7 @@ class ElasticRendezvous:
             self._lacks = "comm process"
             if self._num_without_comm >= MAX_WITHOUT_COMM:
                 self._end_rank(exc)
-            self._connecting_s, self._has_timed_out = NO_MEMORY_S, False
+            self._connecting_s, self._has_timed_out, self._ended_elsewhere = NO_MEMORY_S, False, False
             time.sleep(NO_MEMORY_S)
             self._not_opened = PeerLostError(f"a rank has no comm process: {exc}")
             raise self._not_opened from exc
@@ -527,13 +530,13 @@ class ElasticRendezvous:
             raise
         return self._bound(generation, spec)
 
-    def _on_abort(self, number: int, reason: str, timed_out: bool) -> None:
+    def _on_abort(self, notice: AbortNotice) -> None:
         """On the link's thread, which must not wait: further notices and the next record come by it."""
-        self._aborted = AbortNotice(number, reason, timed_out)
+        self._aborted = notice
         reached("abort_noticed")
         generation = self._generation
         if generation is not None and self._aborted.ends(generation.record.generation):
-            generation.groups.kill(PeerLostError(reason), halt=True)  # RENDEZVOUS-3
+            generation.groups.kill(PeerLostError(notice.reason), halt=True)  # RENDEZVOUS-3
             reached("abort_begun")
 
     def data_worker_lost(self, loss: dict[str, Any]) -> None:

@@ -449,7 +449,7 @@ class AgentState:
 
     def _note_cause(self, cause: EndCause) -> None:
         """Of the end of the present generation (AGENT-15)."""
-        if self.record is not None and not (cause.is_effect or cause.timed_out):
+        if self.record is not None and cause.explains:
             self._explained_in = self.record.generation
 
     def _try_all_hosts(self) -> list[Instruction]:

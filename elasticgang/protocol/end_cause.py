@@ -18,6 +18,15 @@ class EndCause:
     timed_out: bool = False
 
     @property
+    def explains(self) -> bool:
+        """Whether it says by itself why the generation ended."""
+        return not (self.is_effect or self.timed_out)
+
+    def is_elsewhere(self, reader: str) -> bool:
+        """Whether it explains the end, by what other agents than `reader` or their ranks did."""
+        return self.explains and bool(self.agents) and reader not in self.agents
+
+    @property
     def ended_agents(self) -> tuple[str, ...]:
         """Agents whose own end it is."""
         return () if self.ranks else self.agents

@@ -20,7 +20,7 @@ class Observed(NamedTuple):
     `joining`: the newest generation that somebody waits to join; `draining`: this rank is asked to leave, `by_signal`
     or by its script; `num_successors`: as in `MemberState.ballot`; `connecting_s`: how long the last try to connect a
     generation took that was not connected; `has_timed_out`: it ended because this rank or another one had waited for
-    the time limit."""
+    the time limit; `ended_elsewhere`: because of what is known of another host."""
 
     error: GangError | None = None
     joining: int = 0
@@ -30,16 +30,18 @@ class Observed(NamedTuple):
     num_successors: int = 0
     connecting_s: float = 0.0
     has_timed_out: bool = False
+    ended_elsewhere: bool = False
 
 
 @value(frozen=True)
 class AbortNotice:
-    """The agent's word that `generation` is over. It may come before this rank has entered it. `timed_out`: as in
-    `EndCause`."""
+    """The agent's word that `generation` is over. It may come before this rank has entered it. `timed_out`,
+    `is_elsewhere`: as of `EndCause`."""
 
     generation: int = 0
     reason: str = ""
     timed_out: bool = False
+    is_elsewhere: bool = False
 
     def ends(self, generation: int) -> bool:
         return generation <= self.generation

@@ -38,7 +38,8 @@ MANAGER-17  A generation whose groups are not connected counts as a lost attempt
     connect stops the others no longer than that. After `_NUM_AT_ONCE` it waits before each request, and says so: an
     interruption of the network does not use them up. For both, one that took `LATE_S`, or in which a rank has waited
     for the time limit, counts as `_NUM_AT_ONCE`: over a path that drops what is sent each takes a minute, and 20 of
-    them would stop the others for 20 minutes.
+    them would stop the others for 20 minutes. One that ended by what is known of another host, such as a rank without
+    a comm process (RENDEZVOUS-4), does not count towards `MAX_NOT_ENTERED`: this rank could have connected.
 MANAGER-18  A rank without state, whose peers hold a later step than its script's last one, ends with an error, and does
     not end their generation.
 MANAGER-19  If an exception leaves a step that is not committed, and the script goes on, the generation ends: the other
@@ -137,6 +138,7 @@ class MemberLifecycle:
         self._has_connected = True  # or was not to
         self._num_not_entered = 0  # generations since the last commit that were not connected
         self._num_late = 0  # of these, those that count for several
+        self._num_elsewhere = 0  # of `_num_quick`, those that other hosts ended
         self._num_received = 0  # most, of a heal that has not ended
         self._stuck_s = 0.0  # of heals in a row that got no further
         self._num_steps = 0
@@ -186,7 +188,8 @@ class MemberLifecycle:
     @property
     def _gives_up(self) -> bool:
         """MANAGER-17."""
-        if self._is_stuck or (self.state.tip is None and self._num_quick >= self.max_not_entered):
+        num_own = self._num_quick - self._num_elsewhere
+        if self._is_stuck or (self.state.tip is None and num_own >= self.max_not_entered):
             return True
         return self._num_lost + self._num_not_entered >= self.max_lost_steps
 
@@ -435,7 +438,7 @@ class MemberLifecycle:
         is_passed = state.committed.step >= step.attempt.step
         self._num_lost = 0 if is_passed else self._num_lost + (not heals_on)
         if is_passed:
-            self._num_not_entered = self._num_late = 0
+            self._num_not_entered = self._num_late = self._num_elsewhere = 0
         return drops_error
 
     def _reduce(
@@ -583,8 +586,10 @@ class MemberLifecycle:
                     if device_fault(failure) is not None:  # MANAGER-13
                         raise
                     self._has_connected = False
+                    num_quick = self._num_quick
                     self._num_not_entered += 1
                     self._num_late += self._was_late
+                    self._num_elsewhere += self._num_quick - num_quick if self.observed.ended_elsewhere else 0
                 return
             yield from self._keep_former(record)
             yield do.ReportSpare(record)

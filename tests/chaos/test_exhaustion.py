@@ -228,6 +228,45 @@ def test_a_host_that_joins_waits_for_a_comm_process_but_not_for_long(tmp_path: P
             assert "Traceback" not in one.stderr
 
 
+# MANAGER-17
+def test_a_rank_that_restarts_meanwhile_on_another_host_does_not_give_up(tmp_path: Path) -> None:
+    setup = """
+        import threading
+        from scripts.chaos_runs.soaking.comm_processes import comm_processes
+        def lack():
+            while not (here / "lack").exists(): time.sleep(0.01)
+            threading.stack_size(1 << 47)  # more than there is
+            for pid in comm_processes(os.getpid()): os.kill(pid, signal.SIGKILL)
+            while not (here / "go").exists(): time.sleep(0.01)
+            threading.stack_size(0)
+        host = os.environ["HOST"]
+        if host == "two": threading.Thread(target=lack, daemon=True).start()
+        """
+    path = training(tmp_path, steps=100_000, setup=setup, body=BODY.replace("at-{rank}", "at-{host}-{rank}"))
+    fewer = "from elasticgang.protocol import member_lifecycle; member_lifecycle.MAX_NOT_ENTERED = 3"
+    path.write_text(path.read_text().replace("manager = eg.join()", f"{fewer}; manager = eg.join()"))
+    with Coordinator(tmp_path / "coordinator") as coordinator:
+        options = ["--coordinator", coordinator.address, "--nnodes", "2", "--job-id", "job"]
+        with (
+            Job(tmp_path / "one", path, ranks=2, options=options, env={"HOST": "one"}) as one,
+            Job(tmp_path / "two", path, ranks=1, options=options, env={"HOST": "two"}) as two,
+        ):
+            for name in ("at-one-0", "at-one-1", "at-two-0"):  # they have healed then
+                wait_until(lambda at=tmp_path / name: int(one.expect_file(at)) > 3, "all ranks")  # type: ignore[misc]
+            (tmp_path / "lack").touch()
+            two.expect_line("rank 0 has no comm process, and tries again: ")
+            kill(one.rank_pid(1))
+            one.expect("spawned", local_rank=1, count=2)
+            one.expect_line("generations in a row; rank 1 requests the next one")
+            (tmp_path / "go").touch()
+            one.expect("entered", local_rank=1, count=2)
+            assert {seen["status"] for seen in one.events() if seen["event"] == "exited"} == {-9}
+            for job in (one, two):
+                job.process.terminate()
+            assert [job.wait() for job in (one, two)] == [143, 143]
+            assert "Traceback" not in one.stderr + two.stderr
+
+
 def agent_of(job: Job) -> str:
     return str(job.expect("started")["agent"])
 

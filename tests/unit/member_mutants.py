@@ -157,6 +157,10 @@ MEMBER_MUTANTS = {
         ((MemberLifecycle, "_gives_up", property(_gives_up_as_any)),),
         test_member_lifecycle.test_a_rank_without_state_gives_up_sooner_on_generations_that_are_not_connected,
     ),
+    "what other hosts end counts for a rank without state": UnitMutant(
+        ((do.Observed, "ended_elsewhere", property(always(False))),),
+        test_member_lifecycle.test_a_rank_without_state_does_not_give_up_on_what_other_hosts_end,
+    ),
     "a rank that has fewer steps than its peers ends their generations": UnitMutant(
         ((MemberLifecycle, "_is_past_end", always(False)),),
         test_member_lifecycle.test_a_rank_whose_script_takes_fewer_steps_than_the_job_has_ends_alone,

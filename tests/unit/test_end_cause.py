@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticgang.protocol.end_cause import EndCause
@@ -24,3 +26,12 @@ def test_an_agent_names_its_own_ranks_without_itself(cause: EndCause, own: str, 
 def test_the_end_of_ranks_is_no_end_of_their_agent() -> None:
     assert EndCause("exits", ("a",)).ended_agents == ("a",)
     assert EndCause("died", ("a",), (0,)).ended_agents == ()
+
+
+def test_a_cause_is_elsewhere_if_it_is_known_of_other_agents_alone() -> None:
+    died = EndCause("was killed by SIGKILL", ("b",), (1,))
+    assert died.is_elsewhere("a")
+    assert not died.is_elsewhere("b")
+    assert not replace(died, is_effect=True).is_elsewhere("a")
+    assert not replace(died, timed_out=True).is_elsewhere("a")
+    assert not EndCause("it was over when an agent came back").is_elsewhere("a")

@@ -52,6 +52,7 @@ class Driver:
     done: list[Instruction] = field(default_factory=list)
     connecting_s: float = 0.0
     has_timed_out: bool = False
+    ended_elsewhere: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -73,8 +74,12 @@ class Driver:
             name += gang if name in ("StartSum", "AWAIT_SUMS") else ""
             outcome = given.get(name)
             if isinstance(outcome, GangError):
-                error, connecting_s, has_timed_out = outcome, self.connecting_s, self.has_timed_out
-                self.lifecycle.observed = Observed(error, connecting_s=connecting_s, has_timed_out=has_timed_out)
+                self.lifecycle.observed = Observed(
+                    outcome,
+                    connecting_s=self.connecting_s,
+                    has_timed_out=self.has_timed_out,
+                    ended_elsewhere=self.ended_elsewhere,
+                )
                 resume = partial(routine.throw, outcome)
                 continue
             if isinstance(outcome, Exception):
@@ -512,6 +517,24 @@ def test_a_rank_without_state_gives_up_sooner_on_generations_that_are_not_connec
         assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
         fail_to_enter(driver, generation, LEARNER, Attempt(3, 1))
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
+
+
+# MANAGER-17
+def test_a_rank_without_state_does_not_give_up_on_what_other_hosts_end() -> None:
+    driver, own = Driver(), Driver()
+    for each in (driver, own):
+        each.lifecycle.max_not_entered, each.connecting_s = 10, 6.0  # each counts for 5
+    driver.ended_elsewhere = True
+    for generation in (1, 2, 3, 4):
+        assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
+        fail_to_enter(driver, generation, LEARNER, Attempt(3, 1))
+    driver.ended_elsewhere = False
+    for each, first in ((driver, 5), (own, 1)):
+        assert each.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
+        fail_to_enter(each, first, LEARNER, Attempt(3, 1))
+        assert each.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
+        fail_to_enter(each, first + 1, LEARNER, Attempt(3, 1))
+        assert each.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
 
 
 # MANAGER-17

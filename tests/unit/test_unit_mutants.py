@@ -176,6 +176,7 @@ RULES = {
         "a generation that was not connected is requested again at once",
         "a generation that takes long to be not connected counts as a quick one",
         "a generation that ends by a short time limit counts as a quick one",
+        "what other hosts end counts for a rank without state",
     ),
     "MANAGER-18": ("a rank that has fewer steps than its peers ends their generations",),
     "MANAGER-19": ("a script goes on in the generation in which an exception has left a step",),
