@@ -20,8 +20,8 @@ LIFE-7  The agent exits once no rank runs, starts or waits for its restart. The 
         the failure's, else 128 + N after signal N to a rank that had finished (AGENT-10), else 0. It exits once.
 LIFE-8  A rank whose device is still used by the former one gives its turn up, and is tried again after `DEVICE_POLL_S`:
         one device holds up no other start.
-LIFE-9  One line tells of ranks that drain and have not left when the grace period ends: mostly their script handles
-        SIGTERM itself, and the steps after the newest checkpoint are lost.
+LIFE-9  One line tells of ranks that drain and have not exited when the grace period ends. If one still trains, its
+        script mostly handles SIGTERM itself, and the steps after the newest checkpoint are lost.
 """
 
 from __future__ import annotations
@@ -329,8 +329,10 @@ class AgentLifecycle:
         if not self._members or self._phase is not _Phase.SERVING:
             return []
         ranks = ", ".join(str(local_rank) for local_rank in self.state.local_ranks(self._members))
-        what = f"rank {ranks} did not leave within {self.grace_s:g} s (--grace-period): killing what is left"
-        return [Warn(f"{what}; a script that handles or ignores SIGTERM itself has to call `manager.leave()`")]
+        text = f"rank {ranks} did not exit within {self.grace_s:g} s of SIGTERM (--grace-period): killing what is left"
+        if any(self.state.takes_part(member) for member in self._members):
+            text += "; a script that handles or ignores SIGTERM itself has to call `manager.leave()`"
+        return [Warn(text)]
 
     # -- starts
 

@@ -455,10 +455,20 @@ def test_one_line_tells_of_ranks_that_drain_and_do_not_leave() -> None:
     host.gets(signal.SIGTERM)
     host.exits("a0", 0)
     (warning,) = [each.text for each in host.waits() if isinstance(each, Warn)]
-    assert warning.startswith("rank 1 did not leave within 1 s (--grace-period): killing what is left; a script that")
+    assert warning.startswith("rank 1 did not exit within 1 s of SIGTERM (--grace-period): killing what is left; a scr")
     host = running()
     host.gets(signal.SIGINT)
     assert not [each for each in host.waits() if isinstance(each, Warn)]
+
+
+# LIFE-9
+def test_a_rank_that_has_left_and_does_not_exit_is_not_told_to_leave() -> None:
+    host = running()
+    host.gets(signal.SIGTERM)
+    host.exits("a0", 0)
+    host(MemberLeft("a1", finished=False))
+    (warning,) = [each.text for each in host.waits() if isinstance(each, Warn)]
+    assert warning == "rank 1 did not exit within 1 s of SIGTERM (--grace-period): killing what is left"
 
 
 def test_a_signal_before_the_first_start_ends_the_agent_at_once() -> None:
