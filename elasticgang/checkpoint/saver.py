@@ -397,6 +397,7 @@ class DurableCheckpoints:
         for found in listing.scan(self._storage):
             problem = "this rank could not load it" if found.path in self._unusable else found.problem
             if found.manifest is not None and not problem:
+                self._told.pop(found.path, None)
                 return CheckpointRef(found.attempt, found.manifest.digest)
             problems.append(f"{found.folder.name}: {problem}")
             may_pass = may_pass or found.is_unreadable

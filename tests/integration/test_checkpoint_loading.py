@@ -288,6 +288,19 @@ def test_a_rank_that_restarts_goes_on_where_no_checkpoint_can_be_read(
     assert rank.newest() == Rank(saved).newest()
 
 
+def test_a_checkpoint_that_becomes_unreadable_again_is_told_of_again(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(saved)
+    corrupt_file = Path(next(iter(listing.scan(storage_at(saved)))).path) / "corrupt"
+    for _ in range(2):
+        corrupt_file.mkdir()  # which cannot be read as a file
+        assert [rank.newest().attempt.step for _ in range(2)] == [10, 10]
+        corrupt_file.rmdir()
+        assert rank.newest().attempt.step == 20
+    assert caplog.text.count("trying the one before") == 2
+
+
 class Other(Model):
     def __init__(self, change: str) -> None:
         super().__init__(6 if change == "shape" else 5)
