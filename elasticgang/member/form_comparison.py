@@ -31,7 +31,7 @@ _NUM_COMPARED = 3  # what a schedule does after the first of these steps is seen
 
 
 class FormComparison:
-    """Of the rank with this `state`. `is_over`: whether its generation has ended, so that nothing is compared."""
+    """Compares for the rank with this `state`. `is_over`: its generation has ended, so that nothing is compared."""
 
     def __init__(self, state: MemberState, forms: Forms, page: StatusPage, is_over: Callable[[], bool]) -> None:
         self._state, self._forms, self._page, self._is_over = state, forms, page, is_over
@@ -110,7 +110,7 @@ class FormComparison:
     def compare_trained(self, reducers: Sequence[Reducer]) -> None:
         """ALIKE-3. A forward of the step under way is about to begin. Raises MismatchError: this rank trains
         something else than a peer."""
-        trained = self._announce_trained([reducer.trained for reducer in reducers])
+        trained = self._announce_trained(lambda: [reducer.trained for reducer in reducers])
         if trained is None or (peer := self._peer()) is None:
             return
         attempt, own = self._state.attempt(), trained()
@@ -124,16 +124,16 @@ class FormComparison:
 
     def announce_untrained(self, reducers: Sequence[Reducer]) -> None:
         """This rank has no slots in the step under way, and cannot say what it trains."""
-        self._announce_trained([None] * len(reducers))
+        self._announce_trained(lambda: [None] * len(reducers))
 
-    def _announce_trained(self, trained: Sequence[Sequence[bool] | None]) -> Callable[[], Form] | None:
-        """Of each wrapper what this rank trains; None: it cannot say. Returns that once in each attempt; None
-        afterwards, or if all ranks hold the whole model."""
+    def _announce_trained(self, trained: Callable[[], Sequence[Sequence[bool] | None]]) -> Callable[[], Form] | None:
+        """`trained`: what this rank trains in each wrapper, read once in each attempt; None: it cannot say. Returns its
+        form then; None afterwards, or if all ranks hold the whole model."""
         state = self._state
         if state.record is None or state.record.layout.unit == 1 or self._trained_in == state.attempt():
             return None
         self._trained_in = state.attempt()
-        form = functools.partial(_form_of_trained, trained)
+        form = functools.partial(_form_of_trained, trained())
         self._forms.announce(FormOf.TRAINED, self._trained_in, form)
         return form
 
