@@ -168,7 +168,7 @@ def _remade(gangs: Mapping[str, Gang], further: Mapping[str, Gang]) -> Gangs:
 
 
 def replica_gangs(mesh: DeviceMesh, gangs: Gangs) -> dict[str, int]:
-    """Those of `gangs` along which replica groups differ, and which `mesh` has as a dimension; with its number."""
+    """The gangs along the replica groups that `mesh` has as a dimension, each with the number of the dimension."""
     along = mesh.get_all_groups()
     groups = {name: gangs[name].as_process_group() for name in ("rdp", "dp", "root")}
     return {name: along.index(group) for name, group in groups.items() if group in along}

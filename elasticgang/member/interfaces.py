@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Forms(Protocol):
-    """Those of this rank for its peers, and theirs. `of`: the numbers that name a part of the model, for
+    """Exchanges the forms of this rank and of its peers. `of`: the numbers that name a part of the model, for
     `FormOf.STATE`, or an attempt at a step."""
 
     def announce(self, what: FormOf, of: Sequence[int], form: Callable[[], Form]) -> None:

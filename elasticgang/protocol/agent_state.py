@@ -331,7 +331,7 @@ class AgentState:
         return tuple(self._ranks)
 
     def local_ranks(self, members: Iterable[str]) -> list[int]:
-        """Of those of the members that run, in their order."""
+        """The numbers on this host of those `members` that run, sorted."""
         return sorted(self._ranks[member].local_rank for member in members if member in self._ranks)
 
     def _live(self) -> set[str]:
@@ -448,7 +448,7 @@ class AgentState:
         return self._try_all_hosts()
 
     def _note_cause(self, cause: EndCause) -> None:
-        """Of the end of the present generation (AGENT-15)."""
+        """`cause` has ended the present generation (AGENT-15)."""
         if self.record is not None and cause.explains:
             self._explained_in = self.record.generation
 

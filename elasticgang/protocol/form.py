@@ -21,7 +21,7 @@ UNKNOWN = "unknown"
 
 
 class FormOf(str, Enum):
-    """What a form may be of."""
+    """What a form describes."""
 
     STATE = "state"  # the training state of a part of the model
     SETTINGS = "settings"  # those with which a rank is about to apply an attempt at a step

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Overdue:
-    """Of what waits, known by a name, for one reason at a time."""
+    """Knows what waits, by name: for which reason, and since when."""
 
     limit_s: float
     _waiting: dict[str, tuple[str, float]] = field(default_factory=dict)  # the reason, and since when

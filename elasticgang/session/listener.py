@@ -178,7 +178,8 @@ class Listener:
         return self._end_oldest(f"more than {MAX_PENDING} connections wait for their handshake", now_s)
 
     def _end_oldest(self, reason: str, now_s: float) -> float:
-        """Of those that wait for their handshake. Returns in how many seconds that may be; 0 if it is ended."""
+        """End the oldest connection that waits for its handshake. Returns in how many seconds it may be ended; 0 if it
+        is."""
         if not self._pending:
             return _RETRY_S
         oldest, since_s = next(iter(self._pending.items()))
