@@ -319,8 +319,9 @@ class DurableCheckpoints:
 
     def _leaves_it_to_others(self, attempt: Attempt) -> bool:
         """SAVER-10."""
-        now_s = time.monotonic()
-        if self._unlisted_s is None or now_s < self._unlisted_s + LIST_S or self._commits:
+        if self._commits or self._has_given_up or self._unlisted_s is None:
+            return False
+        if time.monotonic() < self._unlisted_s + LIST_S:
             return False
         text = f"this rank cannot look whether step {attempt.step} is saved: {self._why_unlisted}; the others do"
         if text != self._told.get(_FINAL):

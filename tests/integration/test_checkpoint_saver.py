@@ -518,6 +518,22 @@ def test_a_rank_that_cannot_list_the_checkpoints_does_not_hold_up_the_end(
         rank.close()
 
 
+# SAVER-10
+def test_a_rank_that_leaves_it_to_the_others_says_that_the_save_has_failed_once_they_give_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "LIST_S", 0.1)
+    (tmp_path / "there").symlink_to(".")
+    rank = Rank(tmp_path / "there", "b0").train(7)
+    assert rank.checkpoints.save_last("b0", rank.state) == (True, False)
+    (tmp_path / "there").unlink()
+    (tmp_path / "there").symlink_to("there")
+    assert rounds(rank) == [(False, False)]
+    rank.checkpoints.drop()  # another one has failed
+    assert rank.checkpoints.save_last("b0", rank.state) == (False, True)
+    rank.close()
+
+
 # SAVER-6
 def test_the_final_state_waits_for_no_save_that_another_rank_has_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
