@@ -509,6 +509,7 @@ def test_a_rank_that_cannot_list_the_checkpoints_does_not_hold_up_the_end(
     for rank in ranks:
         rank.train(7)
     assert ranks[1].checkpoints.save_last("b0", ranks[1].state) == (True, False)
+    wait_until(lambda: not ranks[1].checkpoints.is_saving, "the rank's share")
     (tmp_path / "there").unlink()
     (tmp_path / "there").symlink_to("there")
     assert rounds(*ranks) == [(False, False)] * 2
@@ -526,6 +527,7 @@ def test_a_rank_that_leaves_it_to_the_others_says_that_the_save_has_failed_once_
     (tmp_path / "there").symlink_to(".")
     rank = Rank(tmp_path / "there", "b0").train(7)
     assert rank.checkpoints.save_last("b0", rank.state) == (True, False)
+    wait_until(lambda: not rank.checkpoints.is_saving, "the rank's share")
     (tmp_path / "there").unlink()
     (tmp_path / "there").symlink_to("there")
     assert rounds(rank) == [(False, False)]
