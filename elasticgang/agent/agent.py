@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
@@ -89,13 +88,13 @@ from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIM
 from elasticgang.protocol.devices import Taken
 from elasticgang.protocol.record import Record
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
+from elasticgang.session.listener import EXHAUSTED
 from elasticgang.session.tls_rotation import News, Renewed
 from elasticgang.session.tls_watch import TlsWatch, watch_tls
 
 log = logging.getLogger("elasticgang")
 
 _ACCEPT_TOLD_S = 60.0
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _UNSAVED = 1  # the exit code
 
 
@@ -246,7 +245,7 @@ class Agent:
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An unhandled exception ends the job: an agent with a dead task could block the others for ever."""
         error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context["message"]:
+        if isinstance(error, OSError) and error.errno in EXHAUSTED and "accept" in context["message"]:
             if (now_s := time.monotonic()) >= self._tells_accept_s:  # asyncio tries again each second
                 self._tells_accept_s = now_s + _ACCEPT_TOLD_S
                 self._events.write("accept failed", error=str(error))

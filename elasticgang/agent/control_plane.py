@@ -183,10 +183,11 @@ class ControlPlane:
             f"coordinator at {self.coordinator} lets peers connect",
         )
         try:
-            listening = socket.create_server((self.host, 0), family=family_of(self.host))
             # asyncio goes on to accept as often in a turn even where no descriptor is free.
-            self._listener = await asyncio.start_server(answer, sock=listening, backlog=_MAX_ACCEPTED)
-            listening.listen(_MAX_QUEUED)
+            self._listener = await asyncio.start_server(answer, self.host, 0, backlog=_MAX_ACCEPTED)
+            for listening in self._listener.sockets:
+                with socket.fromfd(listening.fileno(), listening.family, listening.type) as same:
+                    same.listen(_MAX_QUEUED)
         except OSError as exc:
             raise OperationalError(f"cannot listen on {self.host}: {exc}") from exc
         self.address = f"{self.host}:{self._listener.sockets[0].getsockname()[1]}"

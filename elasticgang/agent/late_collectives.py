@@ -7,6 +7,7 @@ LATE-1  One line for a generation, once all ranks of this host have stopped. Whi
 from __future__ import annotations
 
 from elasticgang.agent.job import Events, Output
+from elasticgang.protocol.shortened import has_line
 
 _MAX_PLACES = 6
 
@@ -47,7 +48,7 @@ class LateCollectives:
             num_times=self._num_times,
             ranks=[{"local_rank": rank, "stopped_at": stopped_at[rank]} for rank in sorted(stopped_at)],
         )
-        if self._num_times & (self._num_times - 1) == 0:
+        if has_line(self._num_times):
             times = f", {self._num_times} times in a row" if self._num_times > 1 else ""
             where = _places(stopped_at)
             self._output.write_line(f"elasticgang: a collective has timed out in step {step}{times}: {where}")

@@ -28,6 +28,7 @@ from elasticgang.process import framing
 from elasticgang.process.sum_block import SumBlock
 from elasticgang.protocol.record import Record
 from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Asked, Key, KeyExchange, RendezvousKeys, batches
+from elasticgang.protocol.shortened import has_line
 from elasticgang.protocol.sum_route import sharing_members
 from elasticgang.testing import reached
 
@@ -88,7 +89,7 @@ class RankRendezvous:
                         door.sendmsg([record.digest.encode()], [rights], socket.MSG_DONTWAIT)
         except OSError as exc:
             self._num_without_block += 1
-            if self._num_without_block & (self._num_without_block - 1) == 0:  # the first, second, fourth and so on
+            if has_line(self._num_without_block):
                 self._write_line(
                     f"elasticgang: there is no memory for the votes of generation {record.generation}: {exc}"
                 )

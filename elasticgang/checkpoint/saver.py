@@ -175,6 +175,7 @@ class DurableCheckpoints:
         is_again = self._last.startswith(_prefix(plan.attempt))
         self._last = plan.directory
         place = plan.place(member)
+        self._commits, self._unlisted_s = place == _COMMITTER, None
         if tip is None or place is None or (is_again and place == _COMMITTER and self._is_complete(tip)):
             return
         if self._save is not None and self.is_saving:
@@ -233,7 +234,6 @@ class DurableCheckpoints:
             "lost": [],
             "within_s": None,
         }
-        self._commits = (model, number) == _COMMITTER
         if self._commits:
             request["commit"] = {
                 "places": [place_name(each) for each in plan.holders],

@@ -79,6 +79,7 @@ from elasticgang.process.sum_block import SumBlock
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
 from elasticgang.protocol.record import CheckpointRef, Record, Seat, layout_to_json
+from elasticgang.protocol.shortened import has_line
 from elasticgang.protocol.sum_route import SumRoute, sum_route
 from elasticgang.testing import reached
 
@@ -315,9 +316,8 @@ class ElasticRendezvous:
         times = f"{delay.num} generations in a row" if delay.num > 1 else "the last generation"
         ends_at = time.monotonic() + delay.delay_s
         self._num_delays += 1
-        is_told = self._num_delays & (self._num_delays - 1) == 0  # the first, second, fourth and so on
         log.log(
-            logging.WARNING if is_told else logging.DEBUG,
+            logging.WARNING if has_line(self._num_delays) else logging.DEBUG,
             "the ranks of %s did not connect in %s; rank %d requests the next one in %g s (%s)",
             *(delay.hosts, times, self.local_rank, delay.delay_s, delay.error),
         )

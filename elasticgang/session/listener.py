@@ -28,6 +28,7 @@ MAX_PENDING = 1024
 MIN_PENDING_S = 0.5
 ACCEPT_S = 0.01
 NUM_SPARE = 16
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # an `accept` that may succeed later
 _MAX_QUEUED = 4096
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # this host has no such address: another one of the name may do
 _RETRY_S = 0.5  # while the process has no descriptor to spare
@@ -132,7 +133,12 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError as exc:
-                self._lack_descriptors(f"it cannot be accepted: {exc}")
+                what = f"it cannot be accepted: {exc}"
+                if exc.errno in EXHAUSTED:
+                    self._lack_descriptors(what)
+                else:
+                    self.incidents.note("an unknown host", what)
+                    self._stop_accepting(_RETRY_S)
                 return
             # A descriptor gets the lowest number that is free.
             if accepted.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - NUM_SPARE:
