@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from elasticgang.agent.change_log import ChangeLog
@@ -80,11 +79,17 @@ class RankEvents:
                     reporter.caused(f"rank {rank.local_rank} {LEFT_STEP}", "abort", time.monotonic(), is_root=True)
                 checkpoint = checkpoint_from_json(message["checkpoint"])
                 settings = tuple((str(name), str(value)) for name, value in message["settings"].items() if value)
-                why = message["broken"], message["timed_out"]
                 self.late.stopped(rank.local_rank, rank.page.step, str(message["stopped_at"]))
-                connected, lacks = bool(message["connected"]), str(message["lacks"])
-                asked = RecordRequested(rank.member, report, layout, *why, checkpoint, settings)
-                self._handle(replace(asked, left_step=left_step, connected=connected, lacks=lacks))
+                self._handle(
+                    RecordRequested(
+                        *(rank.member, report, layout, message["broken"], message["timed_out"]),
+                        checkpoint=checkpoint,
+                        settings=settings,
+                        left_step=left_step,
+                        connected=bool(message["connected"]),
+                        lacks=str(message["lacks"]),
+                    )
+                )
             case "committed":
                 attempt = Attempt(message["step"], message["generation"])
                 self._changes.pace.read(rank.page.commit_times())

@@ -138,7 +138,7 @@ class ElasticRendezvous:
         self._joining = 0
         self._connecting_s, self._has_timed_out = 0.0, False  # of the last generation that was not connected
         self._ended_elsewhere = False  # that one
-        self._has_had_comm, self._num_without_comm = context.has_trained, 0  # RENDEZVOUS-4
+        self._has_entered, self._num_without_comm = context.has_trained, 0  # RENDEZVOUS-4
         self._not_opened: GangError | None = None  # why there is no generation, though the record has a seat
         self._phases: dict[str, float] = {}  # of the change under way, and when each ended
         self.drain, self.page = context.drain, context.drain.page
@@ -362,7 +362,7 @@ class ElasticRendezvous:
         self._link.send("entered", phases={"generation": record.generation, **self._phases})
         self.page.set_thread_state(ThreadState.USER_CODE)
         reached("entered")
-        self._num_delays = 0
+        self._has_entered, self._num_delays = True, 0
 
     def _close(self) -> None:
         self.page.set_thread_state(ThreadState.LEFT)
@@ -420,7 +420,7 @@ class ElasticRendezvous:
             groups = self._groups.open(_COMM_TIMEOUT_S)
         except OperationalError as exc:
             starts = record.committed.step == 0 or record.checkpoint
-            if not self._has_had_comm and (starts or self._num_without_comm >= MAX_WITHOUT_FIRST_COMM):
+            if not self._has_entered and (starts or self._num_without_comm >= MAX_WITHOUT_FIRST_COMM):
                 raise
             level = logging.DEBUG if self._num_without_comm else logging.WARNING
             log.log(level, "rank %d has no comm process, and tries again: %s", self.local_rank, exc)
@@ -432,7 +432,7 @@ class ElasticRendezvous:
             time.sleep(NO_MEMORY_S)
             self._not_opened = PeerLostError(f"a rank has no comm process: {exc}")
             raise self._not_opened from exc
-        self._has_had_comm, self._num_without_comm = True, 0
+        self._num_without_comm = 0
         return groups
 
     def _open_sums(self, record: Record, rank: int, groups: Configuration) -> Sums:

@@ -85,6 +85,13 @@ def _zombies() -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=True) if not is_alive(child.pid)]
 
 
+def _shm_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+_shm_before = _shm_files()  # one may have the number of a process that this one starts
+
+
 def _footprint(ring: Ring) -> dict[str, Any]:
     here = psutil.Process()
     below = here.children(recursive=True)
@@ -98,7 +105,7 @@ def _footprint(ring: Ring) -> dict[str, Any]:
         "descriptors": len(links),
         "memfds": sum("memfd:" in link for link in links),
         "mappings": sum("memfd:" in line for line in open("/proc/self/maps")),
-        "shm_files": len([name for name in os.listdir("/dev/shm") if _maker(name) in _pids]),
+        "shm_files": len([name for name in _shm_files() - _shm_before if _maker(name) in _pids]),
         "rss_mb": round(here.memory_info().rss / 1e6, 1),
         "comm_threads": sum(comm.num_threads() for comm in comms),
         "comm_descriptors": sum(comm.num_fds() for comm in comms),
