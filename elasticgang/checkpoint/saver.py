@@ -128,7 +128,7 @@ class DurableCheckpoints:
         self._unlisted_s: float | None = None  # since when the checkpoints cannot be listed, and why (SAVER-10)
         self._why_unlisted = ""
         self._unusable: set[str] = set()  # paths
-        self._told: dict[str, str] = {}  # by path: why that checkpoint cannot be used; "": why none can
+        self._told: dict[str, str] = {}  # the last warning of a checkpoint, by its path; "": of all; or `_FINAL`
         self.coverage: Coverage | None = None
 
     # -- saving
@@ -323,11 +323,15 @@ class DurableCheckpoints:
             return False
         if time.monotonic() < self._unlisted_s + LIST_S:
             return False
-        text = f"this rank cannot look whether step {attempt.step} is saved: {self._why_unlisted}; the others do"
-        if text != self._told.get(_FINAL):
-            self._told[_FINAL] = text
-            log.warning("%s", text)
+        why = self._why_unlisted
+        self._warn_once(_FINAL, f"this rank cannot look whether step {attempt.step} is saved: {why}; the others do")
         return True
+
+    def _warn_once(self, of: str, text: str) -> None:
+        """Unless it was the last warning of that."""
+        if text != self._told.get(of):
+            self._told[of] = text
+            log.warning("%s", text)
 
     def has(self, attempt: Attempt) -> bool:
         """Whether a checkpoint of `attempt` is complete, as far as its manifest and file sizes say."""
@@ -386,9 +390,7 @@ class DurableCheckpoints:
                     continue
                 if lacks_state and not survives:
                     raise
-                if str(exc) != self._told.get(""):
-                    log.warning("%s", exc)  # SAVER-5
-                self._told[""] = str(exc)
+                self._warn_once("", str(exc))  # SAVER-5
                 return None
             self._told.pop("", None)
             return newest
@@ -402,9 +404,7 @@ class DurableCheckpoints:
                 return CheckpointRef(found.attempt, found.manifest.digest)
             problems.append(f"{found.folder.name}: {problem}")
             may_pass = may_pass or found.is_unreadable
-            if problem != self._told.get(found.path):
-                self._told[found.path] = problem
-                log.warning("cannot use the checkpoint %s: %s; trying the one before", found.path, problem)
+            self._warn_once(found.path, f"cannot use the checkpoint {found.path}: {problem}; trying the one before")
         what = f"no checkpoint in {self._storage.path} can be used: {'; '.join(problems)}"
         if may_pass:  # SAVER-8
             raise listing.UnreadableError(what)

@@ -476,7 +476,6 @@ class _Abort(threading.Thread):
         self.group, self._pg = group, pg
         self.outlasts_kernels = bool(getattr(pg, "abort_outlasts_kernels", False))
         self.stuck: OperationalError | None = None
-        self._has_run = False  # on another thread
 
     def begin(self) -> None:
         """Start, or do it on this thread where no other can be started (DATA-10)."""
@@ -484,7 +483,6 @@ class _Abort(threading.Thread):
             self.start()
         except RuntimeError:
             self.run()
-            self._has_run = True
 
     def run(self) -> None:
         try:
@@ -495,7 +493,7 @@ class _Abort(threading.Thread):
     def has_returned(self, deadline: float) -> bool:
         """Wait until `deadline`; for an isolated group until it has ended, because its abort has a limit of its own: a
         process with memory on a device may take longer to die."""
-        if self._has_run:
+        if self.ident is None:  # it has run on another thread
             return True
         is_isolated = isinstance(self._pg, ProcessGroupIsolated)
         self.join(None if is_isolated else max(0.0, deadline - time.monotonic()))

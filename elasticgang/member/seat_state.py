@@ -11,11 +11,11 @@ SEATSTATE-4  No module is sharded over the replica groups, as `fully_shard` does
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import Gangs
@@ -76,16 +76,21 @@ def _is_name(key: object) -> bool:
     return isinstance(key, str) and key.isidentifier() and not key.startswith("_")
 
 
+def along_replica_groups(module: nn.Module, gangs: Gangs) -> Iterator[tuple[str, str, Placement]]:
+    """Each parameter on a mesh that lies along the replica groups: its name, the gang, and its placement over that."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            for gang, dim in replica_gangs(parameter.device_mesh, gangs).items():
+                yield name, gang, parameter.placements[dim]
+
+
 def check_is_of_seat(objects: Mapping[str, object], gangs: Gangs) -> None:
     """SEATSTATE-4. Raises ValueError."""
     modules = {name: item for name, item in objects.items() if isinstance(item, nn.Module)}
     for owner, module in modules.items():
-        for name, tensor in module.named_parameters():
-            if not isinstance(tensor, DTensor):
-                continue
-            for gang, dim in replica_gangs(tensor.device_mesh, gangs).items():
-                if not tensor.placements[dim].is_replicate():
-                    raise ValueError(
-                        f"{name} of {owner!r} must not be sharded over the replica groups, but is over the gang "
-                        f'`{gang}`: give `fully_shard` the mesh `manager.gangs.device_mesh("sdp")`.'
-                    )
+        for name, gang, placement in along_replica_groups(module, gangs):
+            if not placement.is_replicate():
+                raise ValueError(
+                    f"{name} of {owner!r} must not be sharded over the replica groups, but is over the gang "
+                    f'`{gang}`: give `fully_shard` the mesh `manager.gangs.device_mesh("sdp")`.'
+                )

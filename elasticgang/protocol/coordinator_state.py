@@ -999,7 +999,7 @@ class CoordinatorState:
         if record is not None and (waits := self._waits(record)) is not None:
             needs_word = self._away(record) or self._unaccepted()
             self.awaits_word = bool(needs_word)
-            self._note_undecided(needs_word or waits, is_proposal=False)
+            self._note_reason(needs_word or waits, is_proposal=False)
             return []
         reports = self.reports()
         if record is None and not self._is_founding_over() and len(reports) < len(self.sessions):
@@ -1064,7 +1064,7 @@ class CoordinatorState:
         proposal = list(reports.values())
         answer = next_record(record, proposal, self.lost, self._facts.unreached)
         if isinstance(answer, Undecided):
-            self._note_undecided(answer.reason, is_proposal=True)
+            self._note_reason(answer.reason, is_proposal=True)
             return self._refuse(answer)
         if isinstance(answer, Unrecoverable) and self._before is None:
             self.unrecoverable = answer.reason
@@ -1072,7 +1072,7 @@ class CoordinatorState:
         self.awaits_word = False
         if record is not None and self._is_alone(record, reports):
             self.awaits_word = True
-            self._note_undecided(f"{self._gone(record.agents)}: this takes an operator", is_proposal=True)
+            self._note_reason(f"{self._gone(record.agents)}: this takes an operator", is_proposal=True)
             return []
         if isinstance(answer, Unrecoverable):  # BACK
             assert self._before is not None
@@ -1082,7 +1082,7 @@ class CoordinatorState:
             answer = replace(answer, rolled_back=True)
         return self._propose(Decision(self.term, answer, self.has_directory))
 
-    def _note_undecided(self, reason: str, *, is_proposal: bool) -> None:
+    def _note_reason(self, reason: str, *, is_proposal: bool) -> None:
         """`is_proposal`: the reports are there, so that it is to be told (NOTICE)."""
         self.reason = reason
         self._overdue.note("undecided", reason if is_proposal else "", self._now_s)
@@ -1147,7 +1147,7 @@ class CoordinatorState:
         known, before, record = self.decision, self.record, decision.record
         is_by_directory = self._decides_by_directory
         self.decision, self.own, self.granted = decision, is_by_directory, True
-        self._note_undecided("", is_proposal=False)
+        self._note_reason("", is_proposal=False)
         self._take_back_word()
         self.addresses = frozenset([self.address])
         self.lost.clear()

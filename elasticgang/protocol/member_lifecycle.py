@@ -137,8 +137,8 @@ class MemberLifecycle:
         self._left: int | None = None  # the step that an exception has left (MANAGER-19)
         self._has_connected = True  # or was not to
         self._num_not_entered = 0  # generations since the last commit that were not connected
-        self._num_late = 0  # of these, those that count for several
-        self._num_elsewhere = 0  # of `_num_quick`, those that other hosts ended
+        self._num_quick = 0  # as many as these in quick ones: one that was late counts for several (MANAGER-17)
+        self._num_own = 0  # of these, without the ones that other hosts ended
         self._num_received = 0  # most, of a heal that has not ended
         self._stuck_s = 0.0  # of heals in a row that got no further
         self._num_steps = 0
@@ -188,8 +188,7 @@ class MemberLifecycle:
     @property
     def _gives_up(self) -> bool:
         """MANAGER-17."""
-        num_own = self._num_quick - self._num_elsewhere
-        if self._is_stuck or (self.state.tip is None and num_own >= self.max_not_entered):
+        if self._is_stuck or (self.state.tip is None and self._num_own >= self.max_not_entered):
             return True
         return self._num_lost + self._num_not_entered >= self.max_lost_steps
 
@@ -197,11 +196,6 @@ class MemberLifecycle:
     def _is_stuck(self) -> bool:
         """MANAGER-21"""
         return self.state.tip is None and self._stuck_s >= self.max_stuck_s
-
-    @property
-    def _num_quick(self) -> int:
-        """As many quick generations as those that were not connected (MANAGER-17)."""
-        return self._num_not_entered + (_NUM_AT_ONCE - 1) * self._num_late
 
     @property
     def _was_late(self) -> bool:
@@ -438,7 +432,7 @@ class MemberLifecycle:
         is_passed = state.committed.step >= step.attempt.step
         self._num_lost = 0 if is_passed else self._num_lost + (not heals_on)
         if is_passed:
-            self._num_not_entered = self._num_late = self._num_elsewhere = 0
+            self._num_not_entered = self._num_quick = self._num_own = 0
         return drops_error
 
     def _reduce(
@@ -586,10 +580,10 @@ class MemberLifecycle:
                     if device_fault(failure) is not None:  # MANAGER-13
                         raise
                     self._has_connected = False
-                    num_quick = self._num_quick
+                    counts = _NUM_AT_ONCE if self._was_late else 1
                     self._num_not_entered += 1
-                    self._num_late += self._was_late
-                    self._num_elsewhere += self._num_quick - num_quick if self.observed.ended_elsewhere else 0
+                    self._num_quick += counts
+                    self._num_own += 0 if self.observed.ended_elsewhere else counts
                 return
             yield from self._keep_former(record)
             yield do.ReportSpare(record)

@@ -36,13 +36,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import Gangs, ReduceOperation
-from elasticgang.gang.gangs import replica_gangs
 from elasticgang.member.manager import QuorumManager, Step
+from elasticgang.member.seat_state import along_replica_groups
 from elasticgang.protocol.form import Form
 from elasticgang.protocol.shortened import shortened
 from elasticgang.state.dtensor import like, local, local_gradient
@@ -294,10 +293,9 @@ def _part(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 def _check_meshes(module: nn.Module, gangs: Gangs) -> None:
     """SHARDED-9. Raises ValueError."""
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and (found := replica_gangs(parameter.device_mesh, gangs)):
-            raise ValueError(
-                f"the mesh of {name} must not lie along the replica groups, but does along `{next(iter(found))}`: "
-                "`ShardedDataParallel` adds the gradients over them. Give `fully_shard` the mesh "
-                '`manager.gangs.device_mesh("sdp")`.'
-            )
+    for name, gang, _ in along_replica_groups(module, gangs):
+        raise ValueError(
+            f"the mesh of {name} must not lie along the replica groups, but does along `{gang}`: "
+            "`ShardedDataParallel` adds the gradients over them. Give `fully_shard` the mesh "
+            '`manager.gangs.device_mesh("sdp")`.'
+        )

@@ -597,12 +597,17 @@ def test_slots_of_a_committed_step_are_refused() -> None:
             assert len(batches.share(step.index, step.share)) == 2
 
 
-# EMPTYLOOP-2
-def test_an_evaluation_has_all_slots_also_where_gradients_are_kept() -> None:
+def keeping_job() -> tuple[eg.QuorumManager, eg.DistributedDataParallel, eg.Optimizer]:
     manager = eg.join()
     model = eg.DistributedDataParallel(manager, nn.Linear(1, 1), keep=True)
     optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0))
     manager.register_state(model=model, optim=optim)
+    return manager, model, optim
+
+
+# EMPTYLOOP-2
+def test_an_evaluation_has_all_slots_also_where_gradients_are_kept() -> None:
+    manager, model, optim = keeping_job()
     with next(manager.steps(1)) as step:
         for slot in eg.GlobalBatch(2, size=2, slot=1).slots(step):
             with model.accumulate(last=slot.last):
@@ -615,10 +620,7 @@ def test_an_evaluation_has_all_slots_also_where_gradients_are_kept() -> None:
 
 # EMPTYLOOP-1
 def test_the_slots_of_an_evaluation_are_none_whose_gradients_are_kept() -> None:
-    manager = eg.join()
-    model = eg.DistributedDataParallel(manager, nn.Linear(1, 1), keep=True)
-    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0))
-    manager.register_state(model=model, optim=optim)
+    manager, model, optim = keeping_job()
     with next(manager.steps(1)) as step:
         with torch.no_grad():
             for _ in eg.GlobalBatch(3, size=3, slot=1).slots(step):
