@@ -25,9 +25,9 @@ from tests.support import Command, Job, kill, wait_until
 HOST = "127.0.0.1"
 JOB_ID = "job"
 _GUARD_S = 60.0
-_MORE_STEPS = 5
+_MORE_STEPS = 3
 _SETUP = 'steps = open(here / f"steps-{os.getpid()}", "a", buffering=1)'
-_BODY = "time.sleep(0.04); print(step.index, step.generation, file=steps)"
+_BODY = "time.sleep(0.1); print(step.index, step.generation, file=steps)"
 
 
 def connect(port: int, sent: bytes = b"") -> socket.socket:

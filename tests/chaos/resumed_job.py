@@ -6,8 +6,8 @@ of each committed step to `steps-PID`, and writes `done-LOCAL_RANK` with the dig
 step that stands in the file `hold`, while that is there. With APART in the environment, each rank has a directory of
 checkpoints of its own. With DIE_IN_LAST, the first rank that has copied its share of the final state, or of
 the one with which it leaves, is killed. With
-AWAIT_SAVES, no step ends while a save is under way, so that none is left out. SIZE and SAMPLES: of the global batch. It
-appends the samples of its slots of committed steps to `samples-PID`.
+AWAIT_SAVES, no step ends while a save is under way, so that none is left out. SIZE and SAMPLES: of the global batch.
+PAUSE: so many seconds in each step. It appends the samples of its slots of committed steps to `samples-PID`.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ def main() -> None:
             while held(here / "hold") == step.index or (os.environ.get("AWAIT_SAVES") and is_saving()):
                 step.check()
                 time.sleep(0.01)
+            time.sleep(float(os.environ.get("PAUSE", "0")))
             model.module.get_buffer("steps").fill_(step.index + 1)
             seen.indices = [*seen.indices, step.index]
             # The weight of all ranks together is a power of two, so that every gradient is exact.

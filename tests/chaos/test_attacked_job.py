@@ -46,7 +46,7 @@ pytestmark = pytest.mark.timeout(600)
 MB = 1 << 20
 TIMES = 20
 NUM_HALF_OPEN = 10_000
-NUM_HEARTBEATS = 100_000
+NUM_HEARTBEATS = 30_000
 TWO_GB = struct.pack("!I", 2 << 30)
 
 
@@ -193,13 +193,13 @@ def test_a_holder_of_the_secret_in_another_job_reaches_nobody(job: AttackedJob) 
 
 # SERVE-NEW
 @pytest.mark.usefixtures("many_descriptors")
-def test_a_holder_of_the_secret_names_two_thousand_jobs(job: AttackedJob) -> None:
+def test_a_holder_of_the_secret_names_too_many_jobs(job: AttackedJob) -> None:
     """More than the coordinator leads at once, most of them at the same time; the disk keeps nothing of them."""
     files = sorted(job.state_directory.iterdir())
     opened: list[socket.socket] = []
     with job.unharmed(64 * MB):
         try:
-            for number in range(2 * MAX_JOBS):
+            for number in range(MAX_JOBS + 100):
                 session = job.session(job=f"nobody's job {number}")
                 opened.append(session.sock)
                 with contextlib.suppress(ConnectionError):  # it leads `MAX_JOBS` already

@@ -47,6 +47,7 @@ def job(
     await_saves: str = "",
     size: str = "8",
     num_samples: str = "37",
+    pause: str = "0",
 ) -> Iterator[Job]:
     here = directory / name
     here.mkdir(exist_ok=True)
@@ -66,6 +67,7 @@ def job(
             "AWAIT_SAVES": await_saves,
             "SIZE": size,
             "SAMPLES": num_samples,
+            "PAUSE": pause,
         },
     ) as running:
         yield running
@@ -147,9 +149,11 @@ def test_a_job_that_was_killed_whole_goes_on_at_its_checkpoint_with_other_ranks(
 def test_sigterm_loses_no_step_of_a_job_with_checkpoints(tmp_path: Path, numbers: tuple[signal.Signals, ...]) -> None:
     """As that of a batch system whose time limit is reached. The job goes on with other ranks. `numbers`: what every
     process of the job gets, as from a service manager or a machine that shuts down."""
-    steps, every = 1000, 50  # the job does not end before its ranks get the signal
+    steps, every = 100, 20
     (tmp_path / "hold").write_text(str(every + 5))
-    with job(tmp_path, "first", 3, steps=steps, every=str(every), options=["--grace-period", "60"]) as running:
+    options = ["--grace-period", "60"]
+    # The pauses let the ranks leave before the job ends.
+    with job(tmp_path, "first", 3, steps=steps, every=str(every), options=options, pause="0.05") as running:
         wait_until(lambda: newest(tmp_path) == every, "a checkpoint")
         for number in numbers:
             for process in running.processes():

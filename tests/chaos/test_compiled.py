@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.compiled_job import CALLS, STEPS
+from tests.exhaustive import exhaustive
 from tests.support import REPOSITORY, Job
 
 pytestmark = pytest.mark.timeout(300)  # three ranks compile; with four it took 112 s on a busy machine
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)  # three ranks compile; with four it took 
 JOB = REPOSITORY / "tests" / "chaos" / "compiled_job.py"
 
 
-@pytest.mark.parametrize("calls", [CALLS, ("part",)], ids="-".join)
+@pytest.mark.parametrize("calls", [pytest.param(CALLS, marks=exhaustive), ("group", "mesh"), ("part",)], ids="-".join)
 def test_compiled_collectives_follow_three_ranks_to_two_and_back(calls: tuple[str, ...], tmp_path: Path) -> None:
     """After rank 1's death the ranks above it are others, also when three are there again: the code of a mesh's part,
     which runs no collective, would go on with another rank's."""

@@ -106,9 +106,10 @@ def test_whole_groups_keep_the_sums_of_their_slots(name: str, tmp_path: Path, re
 @pytest.mark.parametrize("name", always_without(LAYOUTS, {"tp=2", "sdp=2 by FSDP2", "pp=2"}))
 def test_kept_parts_leave_no_trace_in_the_bits(name: str, tmp_path: Path) -> None:
     """One group alone keeps nothing, and has the same slots."""
-    options, steps = ("--reduction", "reproducible", "--slot", "1"), steps_for(FAULTS)
+    faults = FAULTS[1:4]  # the test before has all of them
+    options, steps = ("--reduction", "reproducible", "--slot", "1"), steps_for(faults)
     alone = parts_of(tmp_path / "alone", LAYOUTS[name], 1, 2, [], *options, steps=steps)
-    assert parts_of(tmp_path / "two", LAYOUTS[name], 2, 2, FAULTS, *options, "--keep", steps=steps) == alone
+    assert parts_of(tmp_path / "two", LAYOUTS[name], 2, 2, faults, *options, "--keep", steps=steps) == alone
     check_slots(tmp_path / "two", Sizes(active=4, **LAYOUTS[name]), steps)
     kept = kept_slots(tmp_path / "two")
     assert sum(map(sum, kept.values())) >= 8, kept

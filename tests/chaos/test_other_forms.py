@@ -55,6 +55,7 @@ def training(directory: Path, *, change: str, begins: bool = False, builds: bool
             with step:
                 if step.index >= freezes_at > 0:
                     state.model.module.get_submodule("one").requires_grad_(False)
+                time.sleep(0.01)
                 slots = batches.share(step.index, step.share) if divides else batches.slots(step)
                 for slot in slots:
                     with state.model.accumulate(last=slot.last):

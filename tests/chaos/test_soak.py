@@ -18,6 +18,7 @@ import pytest
 
 from scripts.chaos_runs.soak import main, num_steps_at, parse_args
 from scripts.chaos_runs.soaking.fleet import Fleet, FleetSpec
+from tests.exhaustive import exhaustive
 from tests.support import run_preloaded
 
 SOAK = [sys.executable, "-m", "scripts.chaos_runs.soak"]
@@ -53,6 +54,7 @@ def test_a_job_whose_speed_was_measured_in_a_slow_moment_lasts_for_its_faults() 
     assert num_steps_at(args, rate=0.5) * args.pause > 2 * args.min_faults * args.every
 
 
+@exhaustive  # tests of reshapes and of reproducible jobs compare the bits of shards, too
 @pytest.mark.timeout(420)
 def test_random_faults_on_shards_leave_no_trace_in_the_bits(tmp_path: Path) -> None:
     """With a fallback layout, in which each rank holds the whole model."""

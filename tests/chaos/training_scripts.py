@@ -13,7 +13,9 @@ def script(directory: Path, text: str) -> Path:
 
 
 def training(directory: Path, *, steps: int = 5, setup: str = "", body: str = "", after: str = "") -> Path:
-    """A script that trains a tiny model; `body` runs in each step before `optim.step`, `after` after the last one."""
+    """A script that trains a tiny model; `body` runs in each step before `optim.step`, `after` after the last one. The
+    steps of a job that does not come to its last one leave the cores to others."""
+    pause_s = 0.02 if steps > 1000 else 0.0
     return script(
         directory,
         f"""\
@@ -36,6 +38,7 @@ def training(directory: Path, *, steps: int = 5, setup: str = "", body: str = ""
                     with model.accumulate(last=slot.last):
                         model(data[slot.index]).sum().backward()
                 {body}
+                time.sleep({pause_s})
                 optim.step(weight=slots.num_samples)
         {after}
         """,

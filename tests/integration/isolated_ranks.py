@@ -28,21 +28,20 @@ from tests.integration.rings import Ring
 from tests.support import is_alive
 
 WARM_UP = 30
-GENERATIONS = 1000
 ABORT_EACH = 50  # generations: that one does not end well, and its process is replaced
 NUM_LOW = 64
 _pids = {os.getpid()}  # of this process and of all that it has started
 
 
-def reconfigure() -> None:
-    """Two ranks go through 1,000 configurations with a collective in each. Prints what this process and those below it
-    have, before and after."""
+def reconfigure(generations: str) -> None:
+    """Two ranks go through so many configurations with a collective in each. Prints what this process and those below
+    it have, before and after."""
     with open_store() as store:
         ring = Ring(lambda: ProcessGroupIsolatedGloo(30.0), 2, store, num_threads=2)
         for number in range(WARM_UP):
             live_through(ring, number)
         before = footprint(ring)
-        for number in range(GENERATIONS):
+        for number in range(int(generations)):
             live_through(ring, number)
         print(json.dumps({"before": before, "after": footprint(ring)}), flush=True)
         ring.close()

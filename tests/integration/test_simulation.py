@@ -18,7 +18,7 @@ from elasticgang.simulation.schedule import SETTINGS, Failure, Schedule
 from tests.integration.schedules import run_all
 from tests.unit.mutants import mutated
 
-NUM_SCHEDULES = 1_000
+NUM_SCHEDULES = 400
 
 # How many schedules in a thousand must have seen it: else they show little.
 PER_MILLE = {
@@ -86,7 +86,7 @@ def test_random_schedules() -> None:
 
 # BATCH-1
 def test_equal_seeds_give_equal_schedules() -> None:
-    one, other = (list(run_over(range(60), num_processes)) for num_processes in (1, 2))
+    one, other = (list(run_over(range(30), num_processes)) for num_processes in (1, 2))
     assert one == other
     schedule = Schedule(7)
     assert schedule.run() is None
@@ -176,15 +176,13 @@ def test_schedules_in_which_a_rule_of_the_coordinator_was_missing(seed: int) -> 
 
 def test_a_failure_is_a_scenario_that_replays_it() -> None:
     with mutated("the highest term alone decides"):
-        found = itertools.islice(filter(None, (Schedule(seed).run() for seed in range(400))), 5)
-        failures = sorted(found, key=lambda failure: len(failure.moves))[:2]  # the longest takes ten times as long
-        shorts = [shrink(failure) for failure in failures]
-        for failure, short in zip(failures, shorts, strict=True):
-            story, told = read(write(short))
-            assert replay(short.setting, short.moves) == (list(short.moves), short.violation)
-            assert play(story) == told
-            assert told[-1] == short.violation
-            assert short.violation.split(":")[0] == failure.violation.split(":")[0]
-        assert sum(len(short.moves) for short in shorts) < sum(len(failure.moves) for failure in failures) / 2
-    for short in shorts:
-        assert replay(short.setting, short.moves)[1] == ""  # by our rules it ends well
+        found = itertools.islice(filter(None, (Schedule(seed).run() for seed in range(400))), 4)
+        failure = min(found, key=lambda failure: len(failure.moves))  # the longest takes ten times as long
+        short = shrink(failure)
+        story, told = read(write(short))
+        assert replay(short.setting, short.moves) == (list(short.moves), short.violation)
+        assert play(story) == told
+        assert told[-1] == short.violation
+        assert short.violation.split(":")[0] == failure.violation.split(":")[0]
+        assert len(short.moves) < len(failure.moves) / 2
+    assert replay(short.setting, short.moves)[1] == ""  # by our rules it ends well

@@ -81,6 +81,7 @@ class Fleet:
         self._event: dict[str, Any] = {}  # of the newest generation
         self._entered: dict[str, int] = {}  # the newest generation of each member
         self._histories: dict[str, Tail] = {}
+        self._complete: set[str] = set()  # of these the whole history is read
         self._port = ReservedPort(_HERE)  # held: between two coordinators another process would get it
 
     def __enter__(self) -> Fleet:
@@ -102,11 +103,13 @@ class Fleet:
         for agent in (*self.agents, *self.past[-4:]):
             for line in agent.events.read():
                 self._add_event(agent, line)
-        for member in self.run_log.spawned:
+        for member in [each for each in self.run_log.spawned if each not in self._complete]:
             if member not in self._histories:
                 self._histories[member] = Tail(self.spec.directory / "history" / f"{member}.jsonl")
             for line in self._histories[member].read():
                 self.run_log.add_history(member, line)
+        for agent in (*self.agents, *self.past):
+            self._complete |= agent.exited  # those events were there before the histories were read
 
     def _add_event(self, agent: AgentProcess, line: dict[str, Any]) -> None:
         self.fresh.append((agent, line))
