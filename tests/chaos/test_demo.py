@@ -118,13 +118,14 @@ def test_a_demo_of_each_layout_survives_its_kills(layout: str, steps: int, every
 
 
 # MANAGER-14
+@exhaustive  # tests of reshapes lose a host and kill ranks, too
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("layout", "fallback", "steps"),
     [
         ("sdp=2,min_replicas=2/sdp=1", "sdp=1", 27),
-        pytest.param("tp=2,min_replicas=2/sdp=2", "sdp=2", 30, marks=exhaustive),
-        pytest.param("pp=2,min_replicas=2/sdp=2", "sdp=2", 54, marks=exhaustive),
+        ("tp=2,min_replicas=2/sdp=2", "sdp=2", 30),
+        ("pp=2,min_replicas=2/sdp=2", "sdp=2", 54),
     ],
 )
 def test_a_demo_takes_its_fallback_layout_under_kills(layout: str, fallback: str, steps: int, tmp_path: Path) -> None:
