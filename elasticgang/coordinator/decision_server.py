@@ -205,7 +205,7 @@ class CoordinatorServer:
         if found is None or not found.connections:
             return Refused(f"no agent of job {job} has a session with this coordinator: start the agents first")
         state = found.state
-        if any(number not in state.sessions for number in found.connections):  # it may know a record
+        if any(number not in state.sessions.begun for number in found.connections):  # it may know a record
             return Refused(f"an agent of job {job} is connecting: try again")
         why = state.word_awaited
         if not why:
@@ -385,7 +385,7 @@ class CoordinatorServer:
         """SERVE-BEGIN"""
         for connection, begins_by_s in list(self._begins_by_s.items()):
             found = self._session_of.get(connection)
-            if found is not None and found[1] in found[0].state.sessions:
+            if found is not None and found[1] in found[0].state.sessions.begun:
                 del self._begins_by_s[connection]
             elif now_s > begins_by_s:
                 connection.abort(f"its session had not begun after {HANDSHAKE_S:g} s")

@@ -35,7 +35,7 @@ class JobKeys:
         Raises:
             WireError: end the session.
         """
-        record, sender = self._record(), self._state.sessions.get(session)
+        record, sender = self._record(), self._state.sessions.begun.get(session)
         if record is None or message.prefix != record.prefix:
             return
         if sender is None or not record.has_agent(sender.agent):

@@ -54,13 +54,9 @@ ABANDON  A job is abandoned once no agent has a session, and every agent of its 
 NOTICE   While a proposal is undecided, each session is told why once, after the reason has held for `notice_s`: what an
          earlier session of the agent was told may not have arrived. While ready agents wait for others of a generation
          that is over, likewise for whom; and while a decision is being written, or the coordinator is out of office.
-NEWEST   An agent has one session here: the newest that it has opened. An older one is closed, whether it has begun or
-         the agent has yet to send the decision that its hello names.
 REACHED  While some agents are left out of the newest record, because they and others do not reach each other (NEXT-10),
          the coordinator ends it at a step boundary, as for a joiner, once one of them and all that take part do. It
          does not before all of these have told it in their sessions whom they reach, such as after its restart.
-SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
-         first process that has used it here.
 FORMER   Of an agent that is in neither of the two newest records, and has no session, only its facts are kept
          (FACTS-ABSENT). Whether it has left, promised or was silent, and which process it was, is forgotten: an agent
          that comes back has another id as a rule, and a job of weeks has thousands. Should it come with its id all the
@@ -70,10 +66,11 @@ FORMER   Of an agent that is in neither of the two newest records, and has no se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from elasticgang.protocol.absences import Absences
 from elasticgang.protocol.coordinator_messages import (
     Accepted,
     AgentExited,
@@ -81,7 +78,6 @@ from elasticgang.protocol.coordinator_messages import (
     CloseSession,
     CoordinatorEvent,
     CoordinatorInstruction,
-    CoordinatorMessage,
     Decision,
     DecisionRef,
     EndGeneration,
@@ -113,6 +109,7 @@ from elasticgang.protocol.coordinator_messages import (
     Timeouts,
     Welcome,
 )
+from elasticgang.protocol.coordinator_sessions import Session, Sessions
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import NO_FACTS, AgentFacts, GatheredFacts, JobFacts
 from elasticgang.protocol.next_record import mismatch, next_record
@@ -123,58 +120,6 @@ from elasticgang.protocol.shortened import shortened
 Instructions: TypeAlias = "list[CoordinatorInstruction]"
 
 _MAX_NAMED = 4  # in a notice
-
-
-@dataclass
-class Silences:
-    """How long each agent was silent, by the coordinator's clock, less what the coordinator stood still (LOST)."""
-
-    standstill_s: float
-    _heard_s: dict[str, float] = field(default_factory=dict)
-    _now_s: float | None = None
-
-    def advance(self, now_s: float) -> None:
-        gap_s = 0.0 if self._now_s is None else now_s - self._now_s
-        self._now_s = now_s
-        if gap_s > self.standstill_s:
-            for agent in self._heard_s:
-                self._heard_s[agent] += gap_s
-
-    def expect(self, agents: Iterable[str]) -> None:
-        """Silence counts from now on, unless it counts already."""
-        now_s, heard_s = self._now_s or 0.0, self._heard_s
-        for agent in agents:
-            if agent not in heard_s:
-                heard_s[agent] = now_s
-
-    def hear(self, agent: str) -> None:
-        self._heard_s[agent] = self._now_s or 0.0
-
-    def forget(self, agent: str) -> None:
-        self._heard_s.pop(agent, None)
-
-    def keep(self, agents: Container[str]) -> None:
-        """Forget all others."""
-        self._heard_s = {agent: at_s for agent, at_s in self._heard_s.items() if agent in agents}
-
-    def beyond(self, limit_s: float, agents: Iterable[str]) -> list[str]:
-        """Those of `agents` that were silent for longer than `limit_s`."""
-        now_s, heard_s = self._now_s or 0.0, self._heard_s
-        return [agent for agent in agents if now_s - heard_s.get(agent, now_s) > limit_s]
-
-
-@dataclass
-class _Session:
-    agent: str
-    incarnation: str
-    number: int
-    seen: RecordRef | None
-    promised: bool = False
-    former: str = ""  # the id for which it speaks too (PROMISE)
-    is_denied: bool = False  # UNACCEPTED: its newest `Welcome` does not say that this coordinator is in office
-    told: str = ""  # NOTICE: the newest reason
-    pushed: int = 0  # REPORT: the newest generation that it was sent
-    has_told: bool = False  # REACHED: its facts
 
 
 @dataclass
@@ -202,14 +147,11 @@ class CoordinatorState:
     unrecoverable: str = ""
     reason: str = "no agent is ready"
     proposal: list[Report] = field(default_factory=list)
-    lost: set[str] = field(default_factory=set)
     awaits_word: bool = False  # ALONE, MOVED
-    sessions: dict[int, _Session] = field(default_factory=dict)
-    _session_of: dict[str, int] = field(default_factory=dict)
-    _incarnations: dict[str, str] = field(default_factory=dict)
+    sessions: Sessions = field(default_factory=Sessions)
+    absences: Absences = field(init=False)
     _reports: dict[str, Report] = field(default_factory=dict)
     _promises: set[str] = field(default_factory=set)  # agents that have promised the present term
-    _exited: set[str] = field(default_factory=set)  # agents: of the lost, those that are known to have exited
     _left: set[str] = field(default_factory=set)  # agents that have left (LEFT), whichever the record
     _excused: frozenset[str] = frozenset()  # WORD: agents of the record that have exited
     _is_waived: bool = False  # WORD: no directory is needed to follow the record
@@ -219,8 +161,6 @@ class CoordinatorState:
     _owing: set[str] = field(default_factory=set)  # UNACCEPTED: were here without having accepted the record
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
-    _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes
-    _asked: dict[str, int] = field(default_factory=dict)  # by agent: the newest session that was put there
     _was_in_office: bool = False
     _finished_in: int = 0  # the newest generation in which an agent says that it has finished
     _first_report_s: float | None = None
@@ -229,11 +169,10 @@ class CoordinatorState:
     _facts: GatheredFacts = field(default_factory=GatheredFacts)
     _job_failed: JobFailed | None = None  # the newest
     _now_s: float = 0.0
-    _silences: Silences = field(init=False)
     _overdue: Overdue = field(init=False)  # NOTICE
 
     def __post_init__(self) -> None:
-        self._silences = Silences(self.timeouts.standstill_s)
+        self.absences = Absences(self.timeouts.standstill_s)
         self._overdue = Overdue(self.timeouts.notice_s)
         self.addresses |= {self.address}
         self.granted |= self._decides_by_directory
@@ -283,7 +222,7 @@ class CoordinatorState:
     @property
     def stopping_agents(self) -> list[str]:
         """Those with a session that a signal has asked to end (SERVE-LEAVE)."""
-        return [agent for agent in self._session_of if self.agent_facts.get(agent, NO_FACTS).is_stopping]
+        return [agent for agent in self.sessions.agents if self.agent_facts.get(agent, NO_FACTS).is_stopping]
 
     @property
     def job_facts(self) -> JobFacts:
@@ -296,14 +235,14 @@ class CoordinatorState:
         if record is None:
             return {}
         addresses = zip(record.agents, record.addresses, strict=False)
-        return {a: address for a, address in addresses if a not in self._session_of and a not in self.lost}
+        return {a: address for a, address in addresses if a not in self.sessions.agents and a not in self.absences.lost}
 
     @property
     def is_abandoned(self) -> bool:
         """ABANDON"""
-        if self.sessions or self._unlearned or self._deciding is not None:
+        if not self.sessions.are_none or self._deciding is not None:
             return False
-        return not self.in_office or self.record is None or self.lost.issuperset(self.record.agents)
+        return not self.in_office or self.record is None or self.absences.lost.issuperset(self.record.agents)
 
     @property
     def word_awaited(self) -> str:
@@ -315,14 +254,14 @@ class CoordinatorState:
         if self._needs_directory(self.decision) and not self._is_waived:
             return "the last record was decided with a state directory, which this coordinator does not have"
         missing = self._unpromised(self.decision.record.agents)
-        absent = [agent for agent in missing if agent not in self._session_of]
+        absent = [agent for agent in missing if agent not in self.sessions.agents]
         return f"agent {', '.join(absent or missing)} of the last record has not come back"
 
     # -- events
 
     def handle(self, event: CoordinatorEvent, now_s: float) -> Instructions:
         self._now_s = max(self._now_s, now_s)
-        self._silences.advance(self._now_s)
+        self.absences.advance(self._now_s)
         if isinstance(event, Persisted):
             return self._persisted(event.digest)
         if self._deciding is not None and not self._is_harmless(event):
@@ -355,9 +294,9 @@ class CoordinatorState:
     def _receive(self, number: int, message: AgentMessage) -> Instructions:
         if isinstance(message, Hello):
             return self._hello(number, message)
-        session = self.sessions.get(number)
+        session = self.sessions.begun.get(number)
         if session is None:
-            if isinstance(message, KnownDecision) and number in self._unlearned:
+            if isinstance(message, KnownDecision) and self.sessions.awaits_decision(number):
                 return self._known(number, message.decision)
             return []  # of a session that was closed
         is_heard = self._hear(number)
@@ -391,13 +330,13 @@ class CoordinatorState:
 
     def _hear(self, number: int) -> bool:
         """UNACCEPTED: False if it owes an acceptance."""
-        session = self.sessions.get(number)
+        session = self.sessions.begun.get(number)
         if session is None:
             return False
         if self._owes(session):
             self._owing.add(session.agent)
             return False
-        self._silences.hear(session.agent)
+        self.absences.hear(session.agent)
         return True
 
     # -- time
@@ -408,17 +347,17 @@ class CoordinatorState:
             return self._tell_late_write()
         in_office = self.in_office
         limit_s = self.timeouts.lost_after_s if in_office or record is None else self.timeouts.lease_s / 2
-        absent = self._silences.beyond(self.timeouts.lost_after_s, self._absent_with_facts())  # FACTS-ABSENT
+        absent = self.absences.beyond(self.timeouts.lost_after_s, self._absent_with_facts())  # FACTS-ABSENT
         out = self._drop_facts(absent) + self._tell_facts(on_tick=True)
         members = () if record is None else record.agents
         dispensable = self._dispensable(in_office)
-        for agent in self._silences.beyond(limit_s, dispensable) if dispensable else ():
+        for agent in self.absences.beyond(limit_s, dispensable) if dispensable else ():
             out += self._close(agent, f"agent {agent} was silent for {limit_s:g} s")
         out += self._tell_out_of_office()
         if not in_office:
             return out
-        self._silences.expect(members)
-        silent = [agent for agent in self._silences.beyond(limit_s, members) if agent not in self.lost]
+        self.absences.expect(members)
+        silent = [agent for agent in self.absences.beyond(limit_s, members) if agent not in self.absences.lost]
         gone = [a for a in silent if not self._may_be_led_elsewhere(a)]
         out += self._declare_lost(gone) if gone else []
         if len(gone) < len(silent):
@@ -430,14 +369,14 @@ class CoordinatorState:
 
     def _dispensable(self, in_office: bool) -> list[str]:
         """LOST: agents whose silence ends their session, and nothing else."""
-        return [s.agent for s in self.sessions.values() if not in_office or not self._is_member(s.agent)]
+        return [s.agent for s in self.sessions.begun.values() if not in_office or not self._is_member(s.agent)]
 
     def _is_member(self, agent: str) -> bool:
         return self.record is not None and self.record.has_agent(agent)
 
     def _tell_undecided(self) -> Instructions:
         """NOTICE."""
-        return self._tell("undecided", self._overdue.reason("undecided", self._now_s))
+        return self.sessions.tell("undecided", self._overdue.reason("undecided", self._now_s))
 
     def _tell_waiting(self) -> Instructions:
         """NOTICE."""
@@ -449,16 +388,20 @@ class CoordinatorState:
         self._overdue.note("ready agents", "others" if waits else "", self._now_s)
         if not self._overdue.reason("ready agents", self._now_s):
             return []
-        return self._tell("waiting", f"waiting for agent {self._awaited(record)}")
+        return self.sessions.tell("waiting", f"waiting for agent {self._awaited(record)}")
 
     def _tell_late_write(self) -> Instructions:
         """NOTICE."""
-        return self._tell("waiting", self._overdue.reason("write", self._now_s))
+        return self.sessions.tell("waiting", self._overdue.reason("write", self._now_s))
 
     def _tell_out_of_office(self) -> Instructions:
         """NOTICE."""
-        self._overdue.note("office", "" if self.in_office or not self.sessions else self.word_awaited, self._now_s)
-        return self._tell("waiting", f"{self.overdue_office} (`elasticgang grant`)" if self.overdue_office else "")
+        self._overdue.note(
+            "office", "" if self.in_office or not self.sessions.begun else self.word_awaited, self._now_s
+        )
+        return self.sessions.tell(
+            "waiting", f"{self.overdue_office} (`elasticgang grant`)" if self.overdue_office else ""
+        )
 
     @property
     def overdue_office(self) -> str:
@@ -469,17 +412,10 @@ class CoordinatorState:
         """PRESENT: the first few of them, with their hosts."""
         reports = self.reports()
         hosts = dict(zip(record.agents, (a.rpartition(":")[0] for a in record.addresses), strict=False))
-        missing = [agent for agent in record.agents if agent not in reports and agent not in self.lost]
+        missing = [agent for agent in record.agents if agent not in reports and agent not in self.absences.lost]
         return shortened(
             [f"{agent} (at {hosts[agent]})" if hosts.get(agent) else agent for agent in missing], _MAX_NAMED
         )
-
-    def _tell(self, kind: str, reason: str) -> Instructions:
-        """In each session once; nothing if there is no reason."""
-        untold = [number for number, session in self.sessions.items() if session.told != reason] if reason else []
-        for number in untold:
-            self.sessions[number].told = reason
-        return [Send(number, Notice(kind, reason)) for number in untold]
 
     @property
     def _has_moved(self) -> bool:
@@ -494,7 +430,7 @@ class CoordinatorState:
         return first_s is not None and self._now_s - first_s >= self.timeouts.founding_s
 
     def _exit(self, agent: str, reason: str, *, has_left: bool = False) -> Instructions:
-        self._exited.add(agent)
+        self.absences.exited.add(agent)
         out = self._close(agent, reason) + self._drop_facts([agent])
         return out + self._declare_lost([agent], has_left=has_left)
 
@@ -506,14 +442,14 @@ class CoordinatorState:
         if record is None or not agents:
             return []
         out: Instructions = []
-        is_harmless = record.generation == self._finished_in and self._exited.issuperset(agents)
+        is_harmless = record.generation == self._finished_in and self.absences.exited.issuperset(agents)
         for agent in agents:
             out += self._close(agent, self._why_lost(agent, record))
         out += self._drop_facts(agents)
-        new = tuple([agent for agent in agents if agent not in self.lost])
+        new = tuple([agent for agent in agents if agent not in self.absences.lost])
         if new and not is_harmless:
-            out += self._broadcast(Notice("left" if has_left else "lost", "", new))
-        self.lost.update(agents)
+            out += self.sessions.broadcast(Notice("left" if has_left else "lost", "", new))
+        self.absences.lost.update(agents)
         if self._parents_are_gone():
             return out + self._go_on_without_parents() + self._decide()
         seats = [seat for agent in agents for seat in record.seats_of(agent)]
@@ -542,14 +478,14 @@ class CoordinatorState:
 
     def _hello(self, number: int, hello: Hello) -> Instructions:
         out: Instructions = []
-        if number in self.sessions or number in self._unlearned:
+        if self.sessions.has_hello(number):
             return [CloseSession(number, "it says hello twice")]
-        if self._is_duplicate(hello):
+        if self.sessions.is_duplicate(hello):
             return [
                 Send(number, Refused(f"another process takes part as agent {hello.agent}")),
                 CloseSession(number, f"a second process calls itself agent {hello.agent}"),
             ]
-        others = self._numbers_of(hello.agent)
+        others = self.sessions.opened_by(hello.agent)
         if any(newest > hello.session for newest in others.values()):  # NEWEST
             return [CloseSession(number, f"agent {hello.agent} has a newer session")]
         for other in others:
@@ -560,13 +496,11 @@ class CoordinatorState:
             out += self._learn_term(hello.term)
         for ref in (hello.decision, hello.former_decision):
             if ref is not None and self._is_news(ref):
-                self._unlearned[number], self._asked[hello.agent] = hello, number
+                self.sessions.await_decision(number, hello)
                 return [*out, Send(number, RequestDecision(ref.digest))]
-        known = None if hello.decision is None else RecordRef(hello.decision.generation, hello.decision.digest)
-        session = self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, known)
-        session.has_told = hello.session == 1  # RESEND: else it tells its facts, whatever they are
-        self._session_of[hello.agent] = number
-        self._exited.discard(hello.agent)
+        session = self.sessions.begin(number, hello)
+        known = session.seen
+        self.absences.exited.discard(hello.agent)
         if hello.agent not in self._owing or not self._owes(session):
             self._hear_back(hello.agent)
         if self._owes(session):
@@ -574,11 +508,11 @@ class CoordinatorState:
         if hello.finished:
             out += self._finish(number, hello.finished)
         out += self._learn_term(hello.term)
-        if self._speaks_for_former(hello):
+        if self.sessions.speaks_for_former(hello):
             if hello.former_decision is not None:
                 ref = hello.former_decision
                 out += self._note_accepted(hello.former, RecordRef(ref.generation, ref.digest))
-            self.sessions[number].former = hello.former
+            session.former = hello.former
             self._left.add(hello.former)
             out += self._exit(hello.former, f"agent {hello.former} is now {hello.agent}")
         if hello.over and self._is_member(hello.agent):
@@ -598,16 +532,6 @@ class CoordinatorState:
             out.append(Send(number, JobUnrecoverable(self.unrecoverable)))
         return out
 
-    def _numbers_of(self, agent: str) -> dict[int, int]:
-        """The sessions that the agent has here, begun or not, and their numbers there."""
-        found = {}
-        begun, asked = self._session_of.get(agent), self._asked.get(agent)
-        if begun is not None:
-            found[begun] = self.sessions[begun].number
-        if asked is not None and (waiting := self._unlearned.get(asked)) is not None:
-            found[asked] = waiting.session
-        return found
-
     def _recall(self, agent: str) -> None:
         """WORD: office only once the agent has promised."""
         self._excused -= {agent}
@@ -616,8 +540,8 @@ class CoordinatorState:
 
     def _hear_back(self, agent: str) -> None:
         self._owing.discard(agent)
-        self._silences.hear(agent)
-        self.lost.discard(agent)
+        self.absences.hear(agent)
+        self.absences.lost.discard(agent)
         self._reconsider(agent)
 
     def _reconsider(self, agent: str) -> None:
@@ -625,15 +549,7 @@ class CoordinatorState:
         if self._is_member(agent):
             self.unrecoverable = ""
 
-    def _speaks_for_former(self, hello: Hello) -> bool:
-        """SENDER: the agent of that id was the same process."""
-        return bool(hello.former) and self._incarnations.get(hello.former, hello.incarnation) == hello.incarnation
-
-    def _is_duplicate(self, hello: Hello) -> bool:
-        """SENDER."""
-        return self._incarnations.setdefault(hello.agent, hello.incarnation) != hello.incarnation
-
-    def _welcome(self, session: _Session) -> Welcome:
+    def _welcome(self, session: Session) -> Welcome:
         in_office = self.in_office
         session.is_denied = in_office and self._owes(session)
         leads = in_office and not session.is_denied
@@ -641,11 +557,13 @@ class CoordinatorState:
 
     def _welcome_again(self) -> Instructions:
         """UNACCEPTED: agents that owe nothing any more."""
-        denied = [number for number, session in self.sessions.items() if session.is_denied and not self._owes(session)]
-        return [Send(number, self._welcome(self.sessions[number])) for number in denied]
+        denied = [
+            number for number, session in self.sessions.begun.items() if session.is_denied and not self._owes(session)
+        ]
+        return [Send(number, self._welcome(self.sessions.begun[number])) for number in denied]
 
     def _promise(self, number: int, promise: Promise) -> Instructions:
-        session = self.sessions[number]
+        session = self.sessions.begun[number]
         out = self._learn_term(promise.term)
         if promise.term != self.term:
             return out
@@ -656,35 +574,27 @@ class CoordinatorState:
         return out + self._announce([session.agent]) + self._decide()
 
     def _known(self, number: int, decision: Decision) -> Instructions:
-        waiting = self._forget_unlearned(number)
+        waiting = self.sessions.take_waiting(number)
         if waiting is None or decision.ref not in (waiting.decision, waiting.former_decision):
             return [CloseSession(number, "it sends a decision that it was not asked for")]
         out = self._learn(decision)
         return out + self._receive(number, waiting)
 
-    def _forget_unlearned(self, number: int) -> Hello | None:
-        waiting = self._unlearned.pop(number, None)
-        if waiting is not None and self._asked.get(waiting.agent) == number:
-            del self._asked[waiting.agent]
-        return waiting
-
     def _forget_session(self, number: int) -> None:
-        self._forget_unlearned(number)
-        session = self.sessions.pop(number, None)
+        session = self.sessions.end(number)
         if session is not None:
-            del self._session_of[session.agent]
             self._withdraw_report(session.agent)
             if not self._is_member(session.agent):
                 self._facts.keep_successors(session.agent)  # FACTS-ABSENT
                 if session.agent not in self._facts.by_agent:
-                    self._silences.forget(session.agent)
+                    self.absences.forget(session.agent)
 
     def _withdraw_report(self, agent: str) -> None:
         """REPORT."""
         self._reports.pop(agent, None)
 
     def _close(self, agent: str, reason: str) -> Instructions:
-        number = self._session_of.get(agent)
+        number = self.sessions.number_of(agent)
         if number is None:
             return []
         self._forget_session(number)
@@ -711,8 +621,7 @@ class CoordinatorState:
         self._before = self._given_up = None
         self._owing.clear()
         self._take_back_word()
-        self.lost.clear()
-        self._exited.clear()
+        self.absences.forget_lost()
         self._leave_office()
         return self._persist() + self._drop_facts(self._absent_with_facts())
 
@@ -726,9 +635,9 @@ class CoordinatorState:
         if not self._decides_by_directory or not self.in_office:
             self._leave_office()
         out = self._persist()
-        for session in self.sessions.values():
+        for session in self.sessions.begun.values():
             session.promised = False
-        return out + [Send(number, self._welcome(session)) for number, session in self.sessions.items()]
+        return out + [Send(number, self._welcome(session)) for number, session in self.sessions.begun.items()]
 
     def _grant(self) -> Instructions:
         """OFFICE (c), WORD."""
@@ -742,7 +651,7 @@ class CoordinatorState:
         return out + (self._go_on_without_parents() if self._parents_are_gone() else []) + self._decide()
 
     def _absent(self, record: Record) -> frozenset[str]:
-        return frozenset(agent for agent in record.agents if agent not in self._session_of)
+        return frozenset(agent for agent in record.agents if agent not in self.sessions.agents)
 
     def _take_back_word(self) -> None:
         self._excused, self._is_waived = frozenset(), False
@@ -752,8 +661,7 @@ class CoordinatorState:
         self.unrecoverable = ""
         if self._parents and self._before is not None:
             self._go_back(self._before)
-            self.lost.clear()
-            self._exited.clear()
+            self.absences.forget_lost()
 
     def _go_back(self, before: Decision) -> Instructions:
         """BACK."""
@@ -768,36 +676,36 @@ class CoordinatorState:
     def _go_back_in_office(self, before: Decision) -> Instructions:
         """BACK. Agents of the record before may never have been sent it."""
         out = self._go_back(before)
-        for number in self.sessions:  # what they know is an ancestor of the dropped record, and of the one before
+        for number in self.sessions.begun:  # what they know is an ancestor of the dropped record, and of the one before
             out += self._greet(number)  # with `joining`
         return out + self._welcome_again()
 
     def _enter_office(self) -> Instructions:
         self._was_in_office = True
         for agent in () if self.record is None else self.record.agents:
-            self._silences.hear(agent)
+            self.absences.hear(agent)
         out: Instructions = []
-        for number in list(self.sessions):
+        for number in list(self.sessions.begun):
             if self._is_evicted(number):
                 out.append(self._evict(number))
             else:
-                out.append(Send(number, self._welcome(self.sessions[number])))
+                out.append(Send(number, self._welcome(self.sessions.begun[number])))
                 out += self._greet(number)
         return out + self._announce(self._reports)
 
     def _is_evicted(self, number: int) -> bool:
         """REJOIN."""
-        seen = self.sessions[number].seen
+        seen = self.sessions.begun[number].seen
         return self.record is not None and seen is not None and not self._is_ancestor(self.record, seen)
 
     def _evict(self, number: int) -> Send:
-        seen = self.sessions[number].seen
+        seen = self.sessions.begun[number].seen
         assert seen is not None
         return Send(number, Evicted(f"its generation {seen.generation} is not one that the job builds on"))
 
     def _greet(self, number: int) -> Instructions:
         """In office: bring the agent to the present record."""
-        decision, session = self.decision, self.sessions[number]
+        decision, session = self.decision, self.sessions.begun[number]
         if decision is None or (session.seen is not None and session.seen.digest == decision.record.digest):
             return []
         if not decision.record.has_agent(session.agent) or not self._may_be_sent(session.agent):
@@ -814,7 +722,7 @@ class CoordinatorState:
         """ACCEPT."""
         return not self._parents or agent in self._parents
 
-    def _owes(self, session: _Session) -> bool:
+    def _owes(self, session: Session) -> bool:
         """UNACCEPTED"""
         record = self.record
         if record is None or (session.seen is not None and session.seen.digest == record.digest):
@@ -823,7 +731,7 @@ class CoordinatorState:
 
     def _accepted(self, number: int, ref: RecordRef) -> Instructions:
         out: Instructions = []
-        session = self.sessions[number]
+        session = self.sessions.begun[number]
         owed = self._owes(session)
         session.seen = ref
         if owed and not self._owes(session):
@@ -850,7 +758,7 @@ class CoordinatorState:
         out: Instructions = []
         if not self.in_office:
             return out  # they are sent it once this coordinator is
-        for number, session in list(self.sessions.items()):
+        for number, session in list(self.sessions.begun.items()):
             if self.record.has_agent(session.agent) and session.agent not in parents:
                 out += self._greet(number)
         return out
@@ -858,7 +766,7 @@ class CoordinatorState:
     # -- what agents say
 
     def _ready(self, number: int, report: Report) -> Instructions:
-        session = self.sessions[number]
+        session = self.sessions.begun[number]
         if (wrong := self._not_its_own(session.agent, report)) is not None:
             return self._close(session.agent, wrong)
         if self.record is not None and (why := mismatch(self.record, report)) is not None:
@@ -906,13 +814,13 @@ class CoordinatorState:
             return []
         self.over = end.generation
         self._timed_out = end.generation if end.cause.timed_out else self._timed_out
-        return self._broadcast(end, source)
+        return self.sessions.broadcast(end, source)
 
     def _join(self, generation: int) -> Instructions:
         if self.record is None or generation != self.record.generation or generation <= self.joining:
             return []
         self.joining = generation
-        return self._broadcast(JoinNotice(generation))
+        return self.sessions.broadcast(JoinNotice(generation))
 
     def _let_back(self) -> Instructions:
         """REACHED"""
@@ -931,8 +839,8 @@ class CoordinatorState:
         return self._join(record.generation) if back else []
 
     def _has_told(self, agent: str) -> bool:
-        number = self._session_of.get(agent)
-        return number is not None and self.sessions[number].has_told
+        session = self.sessions.of(agent)
+        return session is not None and session.has_told
 
     def _unreached_by(self, agent: str) -> tuple[str, ...]:
         return self._facts.by_agent.get(agent, NO_FACTS).unreached
@@ -942,34 +850,31 @@ class CoordinatorState:
         if self.finished:
             return []
         self.finished = True
-        return self._persist() + self._broadcast(Finished(generation))
+        return self._persist() + self.sessions.broadcast(Finished(generation))
 
     def _fail_job(self, failed: JobFailed, source: int) -> Instructions:
         newest = self._job_failed
         if newest is not None and (newest.generation, newest.step) == (failed.generation, failed.step):
             return []
         self._job_failed = failed
-        return self._broadcast(failed, source)
+        return self.sessions.broadcast(failed, source)
 
     def _tell_facts(self, *, on_tick: bool = False) -> Instructions:
         """FACTS-JOB."""
         facts = self._facts.changed(on_tick=on_tick)
-        return [] if facts is None else self._broadcast(facts)
+        return [] if facts is None else self.sessions.broadcast(facts)
 
     def _drop_facts(self, agents: list[str]) -> Instructions:
         self._facts.drop(agents)
         for agent in agents:
-            if agent not in self._session_of and not self._is_member(agent):
-                self._silences.forget(agent)
+            if agent not in self.sessions.agents and not self._is_member(agent):
+                self.absences.forget(agent)
         return self._tell_facts()
 
     def _absent_with_facts(self) -> list[str]:
         """Agents that are not in the record, and have no session."""
-        present = self._session_of
+        present = self.sessions.agents
         return [agent for agent in self._facts.by_agent if agent not in present and not self._is_member(agent)]
-
-    def _broadcast(self, message: CoordinatorMessage, source: int | None = None) -> Instructions:
-        return [Send(number, message) for number in self.sessions if number != source]
 
     # -- the decision
 
@@ -978,12 +883,12 @@ class CoordinatorState:
         return {agent: report for agent, report in self._reports.items() if self._counts(agent, report)}
 
     def _counts(self, agent: str, report: Report) -> bool:
-        number, record = self._session_of.get(agent), self.record
-        if number is None or not self.sessions[number].promised:
+        session, record = self.sessions.of(agent), self.record
+        if session is None or not session.promised:
             return False
         if record is not None and record.has_agent(agent):
             return report.newest_record == record.ref
-        if report.newest_record.generation < self.sessions[number].pushed:
+        if report.newest_record.generation < session.pushed:
             return False
         return report.newest_record == NO_RECORD or (record is not None and record.builds_on(report.newest_record))
 
@@ -1002,7 +907,7 @@ class CoordinatorState:
             self._note_reason(needs_word or waits, is_proposal=False)
             return []
         reports = self.reports()
-        if record is None and not self._is_founding_over() and len(reports) < len(self.sessions):
+        if record is None and not self._is_founding_over() and len(reports) < len(self.sessions.begun):
             return []
         if (
             record is not None
@@ -1026,10 +931,10 @@ class CoordinatorState:
 
     def _waits(self, record: Record) -> str | None:
         """PRESENT: for which agents; None for none."""
-        if len(self._reports) + len(self.lost) < len(record.agents):  # without a look at each
+        if len(self._reports) + len(self.absences.lost) < len(record.agents):  # without a look at each
             return f"{len(self._reports)} of {len(record.agents)} agents are ready"
         reports = self.reports()
-        missing = [agent for agent in record.agents if agent not in reports and agent not in self.lost]
+        missing = [agent for agent in record.agents if agent not in reports and agent not in self.absences.lost]
         return f"waiting for agent {', '.join(missing)}" if missing else None
 
     def _parents_are_gone(self) -> bool:
@@ -1042,7 +947,7 @@ class CoordinatorState:
 
     def _unaccepted(self) -> str:
         """ACCEPT: why the operator's word is needed; empty when it is not."""
-        if not self._parents or not self._parents <= self.lost:
+        if not self._parents or not self._parents <= self.absences.lost:
             return ""
         return f"{self._gone(sorted(self._parents))}; it has not accepted the record: this takes an operator"
 
@@ -1051,7 +956,7 @@ class CoordinatorState:
         if not self._has_moved:  # without a look at each agent, for each report
             return ""
         limit_s = self.timeouts.lost_after_s
-        away = [a for a in self._silences.beyond(limit_s, record.agents) if self._may_be_led_elsewhere(a)]
+        away = [a for a in self.absences.beyond(limit_s, record.agents) if self._may_be_led_elsewhere(a)]
         if not away:
             return ""
         others = ", ".join(sorted(self.addresses - {self.address}))
@@ -1062,13 +967,13 @@ class CoordinatorState:
 
     def _next(self, record: Record | None, reports: dict[str, Report]) -> Instructions:
         proposal = list(reports.values())
-        answer = next_record(record, proposal, self.lost, self._facts.unreached)
+        answer = next_record(record, proposal, self.absences.lost, self._facts.unreached)
         if isinstance(answer, Undecided):
             self._note_reason(answer.reason, is_proposal=True)
             return self._refuse(answer)
         if isinstance(answer, Unrecoverable) and self._before is None:
             self.unrecoverable = answer.reason
-            return self._broadcast(JobUnrecoverable(answer.reason))
+            return self.sessions.broadcast(JobUnrecoverable(answer.reason))
         self.awaits_word = False
         if record is not None and self._is_alone(record, reports):
             self.awaits_word = True
@@ -1102,7 +1007,7 @@ class CoordinatorState:
     def _gone(self, agents: Iterable[str]) -> str:
         """Which of `agents` may have, or may have had, another coordinator."""
         gone = [agent for agent in agents if agent not in self._left and agent not in self._excused]
-        silent = [agent for agent in gone if agent not in self._exited]
+        silent = [agent for agent in gone if agent not in self.absences.exited]
         if silent:
             return f"agent {', '.join(silent)} of the record is silent, and may have another coordinator"
         return f"agent {', '.join(gone)} of the record has exited, and another coordinator may have led it before"
@@ -1111,9 +1016,9 @@ class CoordinatorState:
         out: Instructions = []
         for agent, reason in void.refused:
             self._withdraw_report(agent)
-            number = self._session_of.get(agent)
+            number = self.sessions.number_of(agent)
             if number is not None:
-                out += self._broadcast(Notice("refused", reason, (agent,)), number)
+                out += self.sessions.broadcast(Notice("refused", reason, (agent,)), number)
                 out.append(Send(number, Refused(reason)))
                 out += self._close(agent, f"agent {agent} is refused: {reason}")
         return out + self._decide() if void.refused else out
@@ -1150,16 +1055,15 @@ class CoordinatorState:
         self._note_reason("", is_proposal=False)
         self._take_back_word()
         self.addresses = frozenset([self.address])
-        self.lost.clear()
-        self._exited.clear()
+        self.absences.forget_lost()
         self._owing.clear()
-        self._silences.expect(record.agents)
+        self.absences.expect(record.agents)
         self._parents = frozenset() if is_by_directory else self._must_accept(before, record)
         self._before, self._given_up = None if is_by_directory else known, None
         self._forget_former(before)
         push = Push(decision)
         out: Instructions = []
-        for number, session in self.sessions.items():
+        for number, session in self.sessions.begun.items():
             if record.has_agent(session.agent) and self._may_be_sent(session.agent):
                 self._withdraw_report(session.agent)  # of the others it stands: the record may never reach them
                 session.pushed = record.generation
@@ -1169,13 +1073,11 @@ class CoordinatorState:
     def _forget_former(self, before: Record | None) -> None:
         """FORMER. `before`: the record before the newest."""
         assert self.record is not None
-        present = {*self.record.agents, *(() if before is None else before.agents), *self._session_of}
-        present.update(session.former for session in self.sessions.values())
-        present.update(waiting.agent for waiting in self._unlearned.values())
+        present = {*self.record.agents, *(() if before is None else before.agents), *self.sessions.named_agents()}
+        self.sessions.keep(present)
         self._promises &= present
         self._left &= present
-        self._incarnations = {agent: process for agent, process in self._incarnations.items() if agent in present}
-        self._silences.keep(present | self._facts.by_agent.keys())
+        self.absences.keep(present | self._facts.by_agent.keys())
 
     def _must_accept(self, before: Record | None, record: Record) -> frozenset[str]:
         """ACCEPT."""

@@ -147,7 +147,7 @@ class CoordinatorProcess:
             if cluster.num_dead_hosts:  # whose address refuses connections
                 absent = self.state.absent_agents()
                 moves += [f"misses {agent}" for agent, at in absent.items() if not cluster.hosts[at].alive]
-        elif not self.state.granted and self.state.sessions and promises.may_found(cluster, self):
+        elif not self.state.granted and self.state.sessions.begun and promises.may_found(cluster, self):
             moves.append("founds")
         return moves
 
@@ -198,7 +198,7 @@ class CoordinatorProcess:
                 if self.state.record is None:
                     self.is_granted = True
                 else:
-                    present = {session.agent for session in self.state.sessions.values()}
+                    present = {session.agent for session in self.state.sessions.begun.values()}
                     self.excused |= {*self.state.record.agents} - present
                 self.do(cluster, OfficeGranted())
             case _:
@@ -207,13 +207,13 @@ class CoordinatorProcess:
     def do(self, cluster: Cluster, event: CoordinatorEvent) -> None:
         state = self.state
         number, known = state.number, state.decision
-        lost = frozenset(state.lost) if state.lost else _NOBODY
+        lost = frozenset(state.absences.lost) if state.absences.lost else _NOBODY
         instructions = state.handle(event, cluster.now_s * self.rate)
         if state.number != number:
             self._note_all(cluster, instructions, number)  # decided before it took another term, at the same event
             self.promises.clear()
             self.is_granted = self.is_granted and self.disk is not None
-        declared = state.lost
+        declared = state.absences.lost
         is_new = state.decision is not None and (known is None or state.decision.record.digest != known.record.digest)
         if is_new and state.decision is not None and state.decision.term == state.term:
             declared = declared.union(state.decision.record.dead_agents)  # it has decided without them at once
@@ -261,13 +261,17 @@ class CoordinatorProcess:
             cluster.seen.add("ghost")
         if isinstance(message, Hello) and (host.name, session.agent) in cluster.chain.declared_lost:
             cluster.seen.add("lost agent came back")
-        if isinstance(message, Promise) and message.term == self.state.term and session.number in self.state.sessions:
+        if (
+            isinstance(message, Promise)
+            and message.term == self.state.term
+            and session.number in self.state.sessions.begun
+        ):
             self.promises.update({session.agent, session.agent_session.former} - {""})
         self.do(cluster, Received(session.number, message))
         if isinstance(message, (Hello, Accepted)):
             ref = message.decision if isinstance(message, Hello) else message
             session.accepted = "" if ref is None else ref.digest
-        if session.number in self.state.sessions:
+        if session.number in self.state.sessions.begun:
             self.excused.discard(session.agent)
             record = self.state.record
             if record is None or session.agent not in record.agents or session.accepted == record.digest:

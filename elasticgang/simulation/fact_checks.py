@@ -27,7 +27,7 @@ def check_session(host: Host) -> None:
     state = coordinator.state
     if coordinator.outbox or state.is_deciding or session.is_ended or not session.is_welcome:
         return
-    if not connection.is_coordinator_open or connection.number not in state.sessions:
+    if not connection.is_coordinator_open or connection.number not in state.sessions.begun:
         return
     facts = session.facts
     if facts != NO_FACTS and session.decision is not None and session.decision.record.agents == (session.agent,):
@@ -53,7 +53,7 @@ def check_sums(name: str, state: CoordinatorState) -> None:
     failures = {(agent, failure.member) for agent, each in facts.items() for failure in each.failures}
     if not failures.issuperset([(failure.agent, failure.member) for failure in of_job.failures]):
         raise Violation(f"TOLD-2: {name} knows {of_job.failures}, but {failures} of its agents")
-    record, present = state.record, {session.agent for session in state.sessions.values()}
+    record, present = state.record, {session.agent for session in state.sessions.begun.values()}
     for agent, each in facts.items():
         is_absent = agent not in present and (record is None or not record.has_agent(agent))
         if is_absent and each != AgentFacts(has_successors=True):

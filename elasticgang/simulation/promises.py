@@ -57,7 +57,7 @@ def may_grant(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
     kept = None if cluster.disk is None else cluster.disk.decision
     if kept is not None and _is_newer(kept, state.decision):
         return False
-    present = {session.host.name for number, session in coordinator.sessions.items() if number in state.sessions}
+    present = {session.host.name for number, session in coordinator.sessions.items() if number in state.sessions.begun}
     for host in cluster.hosts.values():
         if not host.alive or host.name in present:
             continue
@@ -112,7 +112,7 @@ def check_decision(cluster: Cluster, coordinator: CoordinatorProcess, decision: 
     left_out = {*(() if before is None else before.agents)}.difference(record.agents, record.dead_agents)
     if left_out:
         raise Violation(f"PRESENT-1: generation {record.generation} goes on without {sorted(left_out)}")
-    present = [coordinator.sessions[n] for n in coordinator.state.sessions if n in coordinator.sessions]
+    present = [coordinator.sessions[n] for n in coordinator.state.sessions.begun if n in coordinator.sessions]
     promised = {session.agent for session in present if session.agent_session.promised >= decision.term}
     if not promised.issuperset(record.agents):
         raise Violation(f"REPORT-1: generation {record.generation} of {record.agents}, but only {promised} are here")

@@ -319,7 +319,7 @@ def test_a_word_for_a_job_whose_agents_are_away_is_refused() -> None:
         await a.client.stop()
         state = server.state_of("job")
         assert state is not None
-        await until(lambda: not state.sessions)
+        await until(lambda: not state.sessions.begun)
         with pytest.raises(OperationalError, match="no agent of job job has a session with this coordinator"):
             await word(job)
         assert not state.in_office
@@ -351,7 +351,7 @@ def test_a_word_is_refused_while_an_agent_has_not_said_what_it_knows() -> None:
             await word(job)
         assert not state.in_office
         connection.send(encode(Hello("a", "incarnation", 1)))
-        await until(lambda: state.sessions)
+        await until(lambda: state.sessions.begun)
         assert await word(job) == "job job: this coordinator founds it"
         connection.close()
 

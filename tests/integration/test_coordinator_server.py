@@ -232,7 +232,7 @@ def test_without_a_directory_a_restarted_coordinator_waits_for_every_promise(mon
         await b.client.stop()
         job.founds = False
         server = await job.start()
-        while (state := server.state_of("job")) is None or not state.sessions:
+        while (state := server.state_of("job")) is None or not state.sessions.begun:
             await asyncio.sleep(0.02)
         while state.record is None:
             await asyncio.sleep(0.02)
@@ -250,7 +250,7 @@ def test_the_operators_word_takes_office() -> None:
     async def test(job: Job) -> None:
         job.add("a")
         assert job.server is not None
-        while (state := job.server.state_of("job")) is None or not state.sessions:
+        while (state := job.server.state_of("job")) is None or not state.sessions.begun:
             await asyncio.sleep(0.02)
         assert not state.in_office
         job.add("b")
@@ -268,7 +268,7 @@ def test_a_session_that_does_not_begin_is_closed(monkeypatch: pytest.MonkeyPatch
     async def test(job: Job) -> None:
         assert job.server is not None
         a = job.add("a")
-        while (state := job.server.state_of("job")) is None or not state.sessions:
+        while (state := job.server.state_of("job")) is None or not state.sessions.begun:
             await asyncio.sleep(0.01)
         monkeypatch.setattr(decision_server, "HANDSHAKE_S", 1.0)
         silent = await asyncio.to_thread(Session, job.port, CREDENTIALS.key, role, "job")
@@ -301,13 +301,13 @@ def test_a_session_that_breaks_in_the_midst_of_a_broadcast_is_handled_after_it(m
         sockets.callback(stuck.sock.close)
         stuck.send(Hello("stuck", "incarnation", 1))
         assert job.server is not None
-        while (state := job.server.state_of("job")) is None or not state.sessions:
+        while (state := job.server.state_of("job")) is None or not state.sessions.begun:
             await asyncio.sleep(0.01)
         sender, receiver = job.add("a"), job.add("b")
         while not (sender.hosts and receiver.hosts):
             await asyncio.sleep(0.01)
         num_received = 0
-        while len(state.sessions) == 3:
+        while len(state.sessions.begun) == 3:
             sender.client.notify(many_facts(num_received))
             num_received += 1
             while sum(isinstance(event, JobFacts) for event in receiver.events) < num_received:

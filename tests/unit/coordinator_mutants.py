@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from elasticgang.protocol.absences import Absences
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.coordinator_messages import (
     NO_TERM,
@@ -16,7 +17,8 @@ from elasticgang.protocol.coordinator_messages import (
     Term,
     Welcome,
 )
-from elasticgang.protocol.coordinator_state import CoordinatorState, Silences
+from elasticgang.protocol.coordinator_sessions import Sessions
+from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.job_facts import JobFacts
 from elasticgang.protocol.record import Record, Report
 from tests.unit.patches import Patch, always
@@ -48,7 +50,7 @@ def _count_sessions(self: CoordinatorState) -> bool:
     decision = self.decision
     if decision is None or decision.durable:
         return False
-    return {s.agent for s in self.sessions.values() if s.promised} >= set(decision.record.agents)
+    return {s.agent for s in self.sessions.begun.values() if s.promised} >= set(decision.record.agents)
 
 
 def _anybody_founds(self: CoordinatorState) -> bool:
@@ -68,17 +70,18 @@ def _counts_without_promise(self: CoordinatorState, agent: str, report: Report) 
 
 
 def _counts_across_a_record(self: CoordinatorState, agent: str, report: Report) -> bool:
-    number = self._session_of.get(agent)
-    return number is not None and self.sessions[number].promised and _counts_without_promise(self, agent, report)
+    session = self.sessions.of(agent)
+    return session is not None and session.promised and _counts_without_promise(self, agent, report)
 
 
 def _counts_whatever_it_knows(self: CoordinatorState, agent: str, report: Report) -> bool:
-    return self.sessions[self._session_of[agent]].promised
+    session = self.sessions.of(agent)
+    return session is not None and session.promised
 
 
 def _skip_absent(self: CoordinatorState, record: Record) -> str | None:
     reports = self.reports()
-    present = [a for a in record.agents if a not in self.lost and a in self._session_of]
+    present = [a for a in record.agents if a not in self.absences.lost and a in self.sessions.agents]
     return "somebody is not ready" if any(agent not in reports for agent in present) else None
 
 
@@ -94,12 +97,12 @@ def _notices_lost(self: AgentSession, over: int, joining: int) -> Any:
     return []
 
 
-def _silent_at_once(self: Silences, _limit_s: float, agents: Any) -> list[str]:
+def _silent_at_once(self: Absences, _limit_s: float, agents: Any) -> list[str]:
     now_s = self._now_s or 0.0
     return [agent for agent in agents if self._heard_s.get(agent, now_s) < now_s - 3]
 
 
-def _never_advance(self: Silences, now_s: float) -> None:
+def _never_advance(self: Absences, now_s: float) -> None:
     self._now_s = now_s
 
 
@@ -151,8 +154,10 @@ def _finish_once(self: AgentSession, address: str, now_s: float) -> Any:
     return out
 
 
-def _free_once_lost(self: CoordinatorState, hello: Hello) -> bool:
-    return _is_duplicate(self, hello) and hello.agent not in self.lost
+def _hello_free_once_lost(self: CoordinatorState, number: int, hello: Hello) -> Any:
+    if hello.agent in self.absences.lost:
+        self.sessions._incarnations.pop(hello.agent, None)
+    return _hello(self, number, hello)
 
 
 def _exit_unheard_after_the_end(self: CoordinatorState, agents: Any, *, has_left: bool = False) -> Any:
@@ -188,7 +193,7 @@ def _excuse_all(self: CoordinatorState, record: Record) -> frozenset[str]:
 
 
 def _keep_silent_members(self: CoordinatorState, _in_office: bool) -> list[str]:
-    return [s.agent for s in self.sessions.values() if not self._is_member(s.agent)]
+    return [s.agent for s in self.sessions.begun.values() if not self._is_member(s.agent)]
 
 
 def _keep_unaccepted(self: CoordinatorState) -> None:
@@ -200,7 +205,6 @@ def _keep_unaccepted(self: CoordinatorState) -> None:
 _session_welcome = AgentSession._welcome
 _connected = AgentSession._connected
 _push = AgentSession._push
-_is_duplicate = CoordinatorState._is_duplicate
 _hello = CoordinatorState._hello
 _learn_term = CoordinatorState._learn_term
 _next = CoordinatorState._next
@@ -211,10 +215,7 @@ _tell_undecided = CoordinatorState._tell_undecided
 
 
 def _forget_but_reports(self: CoordinatorState, number: int) -> Any:
-    self._unlearned.pop(number, None)
-    session = self.sessions.pop(number, None)
-    if session is not None:
-        del self._session_of[session.agent]
+    self.sessions.end(number)
     return []
 
 
@@ -269,9 +270,9 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     ),
     "a report counts although it crosses a record": ((CoordinatorState, "_counts", _counts_across_a_record),),
     "reports of earlier generations count": ((CoordinatorState, "_counts", _counts_whatever_it_knows),),
-    "lost before it is fenced": ((Silences, "beyond", _silent_at_once),),
+    "lost before it is fenced": ((Absences, "beyond", _silent_at_once),),
     "leases of another address are not thought of": ((CoordinatorState, "_may_be_led_elsewhere", always(False)),),
-    "a coordinator's standstill counts": ((Silences, "advance", _never_advance),),
+    "a coordinator's standstill counts": ((Absences, "advance", _never_advance),),
     "absent agents are not waited for": ((CoordinatorState, "_waits", _skip_absent),),
     "directories and promises are mixed": ((CoordinatorState, "_needs_directory", staticmethod(always(False))),),
     "notices are sent once": (
@@ -282,10 +283,10 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "silent agents keep their sessions out of office": ((CoordinatorState, "_dispensable", _keep_silent_members),),
     "a record that nobody has accepted outlives its office": ((CoordinatorState, "_leave_office", _keep_unaccepted),),
     "joiners are sent a record at once": ((CoordinatorState, "_must_accept", always(frozenset())),),
-    "an id is free once its agent is lost": ((CoordinatorState, "_is_duplicate", _free_once_lost),),
+    "an id is free once its agent is lost": ((CoordinatorState, "_hello", _hello_free_once_lost),),
     "an agent that accepts no record is heard": ((CoordinatorState, "_owes", always(False)),),
     "an agent that accepts no record gets a lease": ((CoordinatorState, "_welcome", _welcome_whoever_owes),),
-    "two processes have one id": ((CoordinatorState, "_is_duplicate", always(False)),),
+    "two processes have one id": ((Sessions, "is_duplicate", always(False)),),
     "a lease runs from the answer": ((AgentSession, "_renew", _renew_from_the_answer),),
     "any refusal renews the lease": ((AgentSession, "_refused", _refused_anywhere),),
     "a refusal where the former coordinator was renews the lease": ((AgentSession, "_welcome", _refused_by_former),),

@@ -69,7 +69,7 @@ _apply_delta = record_delta.apply_delta
 
 
 def _is_without_sessions(self: CoordinatorState) -> bool:
-    return not (self.sessions or self._unlearned or self.is_deciding)
+    return self.sessions.are_none and not self.is_deciding
 
 
 def _founds_again(self: CoordinatorState) -> Any:
@@ -163,7 +163,7 @@ def _collect_at_once(self: AgentSession) -> Any:
 
 
 def _hello_beside_another(self: CoordinatorState, number: int, hello: Hello) -> Any:
-    self._asked.clear()
+    self.sessions._asked.clear()
     return _hello(self, number, hello)
 
 

@@ -28,7 +28,7 @@ def undecided(driver: Driver, agents: int) -> Report:
 def test_an_agent_that_comes_back_under_another_id_is_lost_under_the_former_one() -> None:
     driver, _, b = found()
     out = driver.hear(9, m.Hello("a.2", "a", 1, former="a"))
-    assert driver.state.lost == {"a"}
+    assert driver.state.absences.lost == {"a"}
     assert sent(out, m.Notice) == [(b, m.Notice("lost", "", ("a",))), (9, m.Notice("lost", "", ("a",)))]
     assert (b, m.EndGeneration(1, EndCause("is lost", ("a",)))) in sent(out, m.EndGeneration)
 
@@ -36,7 +36,7 @@ def test_an_agent_that_comes_back_under_another_id_is_lost_under_the_former_one(
 def test_an_agent_does_not_speak_for_the_id_of_another_process() -> None:
     driver, _, _ = found()
     driver.hear(9, m.Hello("x", "x", 1, former="a"))
-    assert driver.state.lost == set()
+    assert driver.state.absences.lost == set()
 
 
 def test_an_agent_without_seats_that_ends_ends_no_generation() -> None:
@@ -50,7 +50,7 @@ def test_an_agent_without_seats_that_ends_ends_no_generation() -> None:
     out = driver.hear(a, m.Goodbye())
     assert sent(out, m.EndGeneration) == []
     assert sent(out, m.Notice) == [(b, m.Notice("left", "", ("a",)))]
-    assert driver.state.lost == {"a"}
+    assert driver.state.absences.lost == {"a"}
 
 
 # LOST
@@ -69,7 +69,7 @@ def test_an_agent_whose_ranks_are_all_spares_costs_no_step(end: Any) -> None:
     out = driver.do(end) if isinstance(end, m.AgentExited) else driver.hear(sessions["c"], end)
     assert sent(out, m.EndGeneration) == []
     assert len(sent(out, m.JoinNotice)) == 2
-    assert driver.state.lost == {"c"}
+    assert driver.state.absences.lost == {"c"}
     for agent, member in zip("ab", ("a/0", "b/0"), strict=True):
         driver.hear(sessions[agent], m.EndGeneration(1))
         seat = MemberReport(
@@ -85,7 +85,7 @@ def test_an_agent_with_seats_that_says_goodbye_has_left() -> None:
     out = driver.hear(a, m.Goodbye("the agent ends"))
     assert sent(out, m.EndGeneration) == [(b, m.EndGeneration(1, EndCause("has left", ("a",))))]
     assert sent(out, m.Notice) == [(b, m.Notice("left", "", ("a",)))]
-    assert driver.state.lost == {"a"}
+    assert driver.state.absences.lost == {"a"}
 
 
 @pytest.mark.parametrize("is_effect", [False, True])
@@ -153,7 +153,7 @@ def test_an_agent_with_another_layout_is_refused_at_once_and_ends_nothing() -> N
     assert [session for session, _ in sent(out, m.Notice)] == [a, b]
     assert {(notice.topic, notice.agents) for _, notice in sent(out, m.Notice)} == {("refused", ("c",))}
     assert sent(out, m.JoinNotice) == []
-    assert c not in driver.state.sessions
+    assert c not in driver.state.sessions.begun
 
 
 def test_agents_are_told_once_why_no_record_follows() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from elasticgang.protocol import coordinator_messages as m
+from elasticgang.protocol.absences import Absences
 from elasticgang.protocol.agent_events import RecordAnswered
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.coordinator_state import Silences
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.next_record import next_record
 from elasticgang.protocol.record import (
@@ -91,7 +91,7 @@ def test_a_newer_session_closes_the_one_that_has_not_sent_its_decision() -> None
     assert late == [m.CloseSession(3, "agent a has a newer session")]
     assert driver.hear(1, m.KnownDecision(decision)) == []
     driver.hear(2, m.KnownDecision(decision))
-    assert list(driver.state.sessions) == [2]
+    assert list(driver.state.sessions.begun) == [2]
     driver.do(m.SessionClosed(2))
     assert driver.state.is_abandoned
 
@@ -101,10 +101,10 @@ def test_a_silent_agent_is_lost_after_the_time_and_not_before() -> None:
     for _ in range(24):
         driver.hear(a, m.Heartbeat(1))
         driver.wait(0.5)
-    assert driver.state.lost == set()
+    assert driver.state.absences.lost == set()
     driver.hear(a, m.Heartbeat(1))
     out = driver.wait(1.0)
-    assert driver.state.lost == {"b"}
+    assert driver.state.absences.lost == {"b"}
     assert any(isinstance(i, m.CloseSession) and i.session == b for i in out)
     assert m.Send(a, m.EndGeneration(1, EndCause("is lost", ("b",)))) in out
 
@@ -115,7 +115,7 @@ def test_an_agent_that_leaves_a_finished_job_is_not_announced_as_lost(finished: 
     if finished:
         driver.hear(b, m.Finished(1))
     out = driver.hear(b, m.Goodbye("all ranks have ended"))
-    assert driver.state.lost == {"b"}
+    assert driver.state.absences.lost == {"b"}
     assert (m.Send(a, m.Notice("left", "", ("b",))) in out) is not finished
 
 
@@ -124,20 +124,20 @@ def test_a_coordinator_that_stood_still_declares_nobody_lost() -> None:
     driver.now_s += 1000
     driver.do(m.Ticked())
     driver.wait(10)
-    assert driver.state.lost == set()
+    assert driver.state.absences.lost == set()
     driver.wait(4)
-    assert driver.state.lost == {"a", "b"}
+    assert driver.state.absences.lost == {"a", "b"}
 
 
-def test_silences_count_from_when_somebody_is_expected() -> None:
-    silences = Silences(standstill_s=1.0)
-    silences.advance(100.0)
-    silences.expect(["a"])
-    silences.advance(100.5)
-    assert silences.beyond(0.4, ["b", "a"]) == ["a"]
-    assert silences.beyond(0.5, ["b", "a"]) == []
-    silences.hear("a")
-    assert silences.beyond(0.0, ["b", "a"]) == []
+def test_absences_count_from_when_somebody_is_expected() -> None:
+    absences = Absences(standstill_s=1.0)
+    absences.advance(100.0)
+    absences.expect(["a"])
+    absences.advance(100.5)
+    assert absences.beyond(0.4, ["b", "a"]) == ["a"]
+    assert absences.beyond(0.5, ["b", "a"]) == []
+    absences.hear("a")
+    assert absences.beyond(0.0, ["b", "a"]) == []
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_an_agent_speaks_for_itself_alone(message: m.AgentMessage, is_closed: bo
 def test_a_session_has_one_agent() -> None:
     driver, a, b = found()
     assert [type(i) for i in driver.hear(a, m.Hello("b", "b", 9))] == [m.CloseSession]
-    assert {number: session.agent for number, session in driver.state.sessions.items()} == {a: "a", b: "b"}
+    assert {number: session.agent for number, session in driver.state.sessions.begun.items()} == {a: "a", b: "b"}
     driver.do(m.SessionClosed(a))
     assert m.Send(b, m.HeartbeatAnswer(1, True)) in driver.hear(b, m.Heartbeat(1))
 
@@ -191,7 +191,7 @@ def test_a_lost_agent_with_an_ancestor_of_the_record_may_come_back_and_another_i
     driver.hear(a, m.Ready(report("a", record(driver).ref)))
     assert record(driver).agents == ("a",)
     number = driver.open("b", decision=first.ref)
-    assert number in driver.state.sessions
+    assert number in driver.state.sessions.begun
     out = driver.hear(99, m.Hello("z", "z", 1, decision=first.ref._replace(digest="0" * 16, term=m.Term(0, ""))))
     assert any(isinstance(i.message, m.Evicted) for i in out if isinstance(i, m.Send))
 
@@ -205,7 +205,7 @@ def test_joiners_with_a_checkpoint_do_not_go_on_alone() -> None:
     joiner = driver.open("c")
     driver.hear(joiner, m.Ready(replace(report("c"), checkpoint=CheckpointRef(Attempt(7, 1), "d7"))))
     driver.wait_with(joiner, driver.state.timeouts.lost_after_s + 1)
-    assert driver.state.lost == {"a", "b"}
+    assert driver.state.absences.lost == {"a", "b"}
     assert record(driver).generation == 1
     assert "may have another coordinator" in driver.state.word_awaited
     driver.do(m.OfficeGranted())
@@ -640,15 +640,15 @@ def test_a_coordinator_that_has_moved_declares_nobody_lost_that_it_has_not_heard
     driver.hear(a, m.Ready(report("a", ref)))
     driver.wait_with(a, 60)
     if addresses == {"here"}:
-        assert driver.state.lost == {"b"}
+        assert driver.state.absences.lost == {"b"}
         assert not driver.state.word_awaited
         return
-    assert driver.state.lost == set()
+    assert driver.state.absences.lost == set()
     assert "agent b has not come to this coordinator at here" in driver.state.word_awaited
     assert "at there" in driver.state.word_awaited
     driver.do(m.OfficeGranted())
     driver.wait_with(a, 60)
-    assert driver.state.lost == {"b"}
+    assert driver.state.absences.lost == {"b"}
     assert not driver.state.word_awaited
 
 
@@ -663,7 +663,7 @@ def test_an_agent_that_has_come_to_where_the_coordinator_is_now_is_lost_like_any
     driver.hear(a, m.Ready(report("a", ref)))
     driver.do(m.SessionClosed(b))
     driver.wait_with(a, 60)
-    assert driver.state.lost == {"b"}
+    assert driver.state.absences.lost == {"b"}
 
 
 def test_an_agent_waits_longer_in_each_further_session_until_it_has_an_answer() -> None:
@@ -728,16 +728,16 @@ def test_an_agent_that_comes_back_without_accepting_the_record_is_lost_and_stays
         out += driver.wait_with(a, 1.5)
     assert [i.message for i in pushed if isinstance(i.message, m.Welcome)] == [m.Welcome(driver.state.term, False)] * 9
     assert sum(isinstance(i.message, m.Push) for i in pushed) == 9
-    assert driver.state.lost == {"b"}
+    assert driver.state.absences.lost == {"b"}
     assert m.Send(a, m.EndGeneration(2, EndCause("is lost", ("b",)))) in out
     (closed,) = (i for i in out if isinstance(i, m.CloseSession))
     assert "it has not accepted generation 2" in closed.reason
 
     b = driver.num_sessions = driver.num_sessions + 1
     driver.hear(b, m.Hello("b", "b", b, decision=first.ref))
-    assert driver.state.lost == {"b"}
+    assert driver.state.absences.lost == {"b"}
     out = driver.hear(b, m.Accepted(2, second.digest))
-    assert driver.state.lost == set()
+    assert driver.state.absences.lost == set()
     assert m.Send(b, m.Welcome(driver.state.term, True, over=2)) in out
     assert driver.hear(b, m.Heartbeat(2)) == [m.Send(b, m.HeartbeatAnswer(2, True))]
 
@@ -752,7 +752,7 @@ def test_an_agent_that_is_left_out_of_the_record_that_it_owed_is_welcomed_as_a_j
     driver.hear(a, m.Accepted(2, record(driver).digest))
     driver.hear(b, m.Heartbeat(1))
     driver.wait_with(a, driver.state.timeouts.lost_after_s + 1)
-    assert driver.state.lost == {"b"}
+    assert driver.state.absences.lost == {"b"}
     b = driver.num_sessions = driver.num_sessions + 1
     driver.hear(b, m.Hello("b", "b", b, decision=first.ref))
     out = driver.hear(a, m.Ready(report("a", record(driver).ref)))
@@ -774,6 +774,6 @@ def test_what_comes_while_a_record_is_written_is_heard() -> None:
         driver.hear(session, m.JoinRequest(1))
     driver.do(m.Persisted(persist.decision.record.digest))
     driver.wait(12.0)
-    assert driver.state.lost == set()
+    assert driver.state.absences.lost == set()
     driver.wait(1.0)
-    assert driver.state.lost == {"a", "b"}
+    assert driver.state.absences.lost == {"a", "b"}

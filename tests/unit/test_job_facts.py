@@ -201,7 +201,7 @@ def test_the_facts_of_a_member_outlive_its_session_until_it_is_lost() -> None:
     assert sent(driver.do(m.SessionClosed(b))) == {}
     assert sent(driver.wait_with(a, driver.state.timeouts.lost_after_s - 1)) == {}
     assert sent(driver.wait_with(a, 2)) == {a: JobFacts()}
-    assert driver.state.lost == {"b"}
+    assert driver.state.absences.lost == {"b"}
 
 
 # FACTS-WHOLE

@@ -25,7 +25,7 @@ def test_the_operators_word_is_about_absent_agents_alone() -> None:
     assert not driver.state.in_office
     driver.do(m.SessionClosed(1))  # to another coordinator, perhaps
     driver.wait(60)
-    assert (driver.state.in_office, driver.state.lost) == (False, set())
+    assert (driver.state.in_office, driver.state.absences.lost) == (False, set())
     out = driver.hear(2, m.Hello("a", incarnation="a", session=2, decision=ref))
     out += driver.hear(2, m.Promise(driver.state.term))
     assert [i.message.in_office for i in out if isinstance(i, m.Send) and isinstance(i.message, m.Welcome)][-1]

@@ -38,7 +38,7 @@ def test_its_promise_counts_for_the_former_id_too() -> None:
     assert not driver.state.in_office
     driver.open("a.2", incarnation="a", former="a", former_decision=decision.ref)
     assert driver.state.in_office
-    assert driver.state.lost == {"a"}
+    assert driver.state.absences.lost == {"a"}
 
 
 def test_a_record_that_the_former_id_had_accepted_is_learned() -> None:
@@ -51,4 +51,4 @@ def test_a_record_that_the_former_id_had_accepted_is_learned() -> None:
     other.hear(1, m.KnownDecision(newer))
     assert other.state.decision == newer
     assert not other.state.in_office
-    assert other.state.sessions[1].seen is None, "the new id is a joiner"
+    assert other.state.sessions.begun[1].seen is None, "the new id is a joiner"
