@@ -369,7 +369,7 @@ class CoordinatorServer:
         is_founding_due = self._options.founds and time.monotonic() >= self._founds_at_s
         for job in list(self._jobs.values()):
             self._handle(job, Ticked())
-            if is_founding_due and not job.state.in_office and job.state.decision is None:
+            if is_founding_due and not job.state.in_office and job.state.newest.decision is None:
                 self._handle(job, OfficeGranted())
             self._probe_absent(job)
             state = job.state
@@ -377,7 +377,7 @@ class CoordinatorServer:
             if why and why != job.awaited:
                 self._log(f"job {job.name}: {why} (`elasticgang grant`)")
             job.awaited = why
-            is_kept = self._options.directory is not None or state.decision is None
+            is_kept = self._options.directory is not None or state.newest.decision is None
             if (is_kept or state.finished or state.unrecoverable) and self._is_abandoned(job):
                 self._forget(job)
 
@@ -401,7 +401,7 @@ class CoordinatorServer:
             probe.cancel()
         del self._jobs[job.name]
         state = job.state
-        if self._options.directory is None and (state.finished or state.decision is not None):
+        if self._options.directory is None and (state.finished or state.newest.decision is not None):
             lost = "every agent of the job has gone, and its coordinator has no state directory"
             self._ended[job.name] = state.finished, "" if state.finished else state.unrecoverable or lost
             if len(self._ended) > MAX_ENDED:

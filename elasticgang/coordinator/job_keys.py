@@ -61,7 +61,7 @@ class JobKeys:
     def _record(self) -> Record | None:
         """The one whose agents exchange keys now."""
         record, state = self._state.record, self._state
-        return record if record is not None and state.in_office and state.over < record.generation else None
+        return record if record is not None and state.in_office and state.newest.over < record.generation else None
 
     def _flush(self) -> None:
         """SERVE-TURN"""

@@ -3,15 +3,6 @@
 Pure: no clock, no socket, nothing random. `next_record` decides what is in a record; here is decided when there is
 one, and who is sent it.
 
-OFFICE   A coordinator decides only in office. It takes office (a) from its state directory, which it holds under a
-         lock, unless agents have brought the record there; (b) for a job whose last record was decided without one,
-         once every agent of that record has promised its term; (c) because the job is new and it was started to found
-         it, or the operator says so. It leaves office when it learns of a newer record or, without a directory, of a
-         term that is not lower than its own. Out of office it holds no state for lost: another coordinator may lead
-         agents that it could not reach.
-WORD     The operator's word is that the agents of the record that have no session here have exited, and that no
-         directory has a newer record. It counts as the promises of these agents, until they come back or the record is
-         followed by another. It stands for no agent that has a session: that one may go to another coordinator.
 PERSIST  With a state directory, a record is pushed only after it was written there. One that follows a record which the
          directory has not decided is accepted by an agent first, as without a directory, and written then: until that,
          the agents of the record before decide what follows it.
@@ -28,22 +19,9 @@ LOST     An agent is declared lost once it was silent for `lost_after_s` while t
 UNACCEPTED  An agent that was sent the newest record is not heard until it has accepted it, whatever it sends, and gets
          no answer that renews a lease. So it is lost in the end (LOST), also if it opens one session after the other,
          for example because its network loses large packets. It stays lost until it accepts the record.
-MOVED    After a restart from its state directory at another address, a coordinator declares no agent lost for its
-         silence that has not promised its term: a connection refused at the old address renews that agent's lease.
-LEFT     An agent has left for good if it has said so in its session, which began with all that it had accepted; or if
-         its process speaks for it under another id. One whose host refuses connections has exited, but may have
-         accepted a record of another coordinator before.
 ALONE    A record that was decided without a state directory is followed by one without any of its agents only if all of
          these have left (LEFT), if need be by the operator's word: others may be, or may have been, led by another
          coordinator.
-ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it.
-BACK     A record that was decided without a state directory is dropped if, as far as the coordinator knows, no agent of
-         the record before has accepted it, and: the coordinator leaves its office, since another one may have decided,
-         or may decide, another record; or all that were to accept it have left (LEFT), if need be by the operator's
-         word; or a state would be given up for lost with it. The record before is the newest again. Until the next
-         decision, any agent that has accepted the dropped one brings it back. So office is always over all agents of a
-         record that somebody has. The next record has `rolled_back`, unless every agent that may have accepted the
-         dropped one is present.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
          of the record that comes back may hold what was given up for lost: the coordinator decides again.
@@ -67,7 +45,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from elasticgang.protocol.absences import Absences
@@ -79,7 +57,6 @@ from elasticgang.protocol.coordinator_messages import (
     CoordinatorEvent,
     CoordinatorInstruction,
     Decision,
-    DecisionRef,
     EndGeneration,
     Evicted,
     Finished,
@@ -112,7 +89,9 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.coordinator_sessions import Session, Sessions
 from elasticgang.protocol.end_cause import EndCause
 from elasticgang.protocol.job_facts import NO_FACTS, AgentFacts, GatheredFacts, JobFacts
+from elasticgang.protocol.newest_decision import NewestDecision
 from elasticgang.protocol.next_record import mismatch, next_record
+from elasticgang.protocol.office import Office
 from elasticgang.protocol.overdue import Overdue
 from elasticgang.protocol.record import NO_RECORD, SPARE, Record, RecordRef, Report, Seat, Undecided, Unrecoverable
 from elasticgang.protocol.shortened import shortened
@@ -122,97 +101,56 @@ Instructions: TypeAlias = "list[CoordinatorInstruction]"
 _MAX_NAMED = 4  # in a notice
 
 
-@dataclass
 class CoordinatorState:
-    """`handle` is the only way in. `decision`: the newest, from the state directory or from agents. `addresses`: of the
-    coordinators that have used the state directory since `decision`, from where agents may have leases; `address` is
-    this one's. `own`: as of `Persist`. `granted`: in office by (a), which is found out here, as a founder, or by its
-    own last decision. `reason`: why there is no next record yet. `proposal`: what the last decision of this coordinator
-    was made from. `everywhere`: as of `Welcome`."""
+    """`handle` is the only way in. `own`: as of `Persist`. `granted`: as a founder. `everywhere`: as of `Welcome`.
+    `reason`: why there is no next record yet. `proposal`: what the last decision of this coordinator was made from."""
 
-    name: str
-    number: int = 1
-    has_directory: bool = False
-    decision: Decision | None = None
-    own: bool = False
-    address: str = ""
-    addresses: frozenset[str] = frozenset()
-    granted: bool = False
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    everywhere: bool = False
-    over: int = 0
-    _timed_out: int = 0  # the newest generation in which a collective has timed out
-    joining: int = 0
-    finished: bool = False
-    unrecoverable: str = ""
-    reason: str = "no agent is ready"
-    proposal: list[Report] = field(default_factory=list)
-    awaits_word: bool = False  # ALONE, MOVED
-    sessions: Sessions = field(default_factory=Sessions)
-    absences: Absences = field(init=False)
-    _reports: dict[str, Report] = field(default_factory=dict)
-    _promises: set[str] = field(default_factory=set)  # agents that have promised the present term
-    _left: set[str] = field(default_factory=set)  # agents that have left (LEFT), whichever the record
-    _excused: frozenset[str] = frozenset()  # WORD: agents of the record that have exited
-    _is_waived: bool = False  # WORD: no directory is needed to follow the record
-    _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
-    _before: Decision | None = None  # BACK: the one before, until an agent has accepted the newest
-    _given_up: Decision | None = None  # BACK: the newest
-    _owing: set[str] = field(default_factory=set)  # UNACCEPTED: were here without having accepted the record
-    _deciding: Decision | None = None  # written to the directory, not yet pushed
-    _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
-    _was_in_office: bool = False
-    _finished_in: int = 0  # the newest generation in which an agent says that it has finished
-    _first_report_s: float | None = None
-    _num_founders: int = 1  # the most agents for which a report wants the first record to wait
-    _is_founding_due: bool = False  # the next tick looks whether there are enough
-    _facts: GatheredFacts = field(default_factory=GatheredFacts)
-    _job_failed: JobFailed | None = None  # the newest
-    _now_s: float = 0.0
-    _overdue: Overdue = field(init=False)  # NOTICE
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        name: str,
+        number: int = 1,
+        has_directory: bool = False,
+        decision: Decision | None = None,
+        own: bool = False,
+        address: str = "",
+        addresses: frozenset[str] = frozenset(),
+        granted: bool = False,
+        timeouts: Timeouts | None = None,
+        everywhere: bool = False,
+        finished: bool = False,
+    ) -> None:
+        self.timeouts, self.everywhere, self.finished = timeouts or Timeouts(), everywhere, finished
+        self.newest = NewestDecision(has_directory, decision, own)
+        self.office = Office(self.newest, name, number, address, addresses, granted)
+        self.sessions = Sessions()
         self.absences = Absences(self.timeouts.standstill_s)
-        self._overdue = Overdue(self.timeouts.notice_s)
-        self.addresses |= {self.address}
-        self.granted |= self._decides_by_directory
-
-    @property
-    def term(self) -> Term:
-        return Term(self.number, self.name)
+        self.unrecoverable = ""
+        self.reason = "no agent is ready"
+        self.proposal: list[Report] = []
+        self.awaits_word = False  # ALONE, MOVED
+        self._reports: dict[str, Report] = {}
+        self._deciding: Decision | None = None  # written to the directory, not yet pushed
+        self._deferred: deque[CoordinatorEvent] = deque()
+        self._finished_in = 0  # the newest generation in which an agent says that it has finished
+        self._first_report_s: float | None = None
+        self._num_founders = 1  # the most agents for which a report wants the first record to wait
+        self._is_founding_due = False  # the next tick looks whether there are enough
+        self._facts = GatheredFacts()
+        self._job_failed: JobFailed | None = None  # the newest
+        self._now_s = 0.0
+        self._overdue = Overdue(self.timeouts.notice_s)  # NOTICE
 
     @property
     def record(self) -> Record | None:
-        return None if self.decision is None else self.decision.record
+        return self.newest.record
+
+    @property
+    def in_office(self) -> bool:
+        return self.office.is_held
 
     @property
     def is_deciding(self) -> bool:
         return self._deciding is not None
-
-    @property
-    def in_office(self) -> bool:
-        return self.granted or self._has_all_promises()
-
-    @property
-    def _decides_by_directory(self) -> bool:
-        """OFFICE (a): the directory alone decides what follows the record."""
-        return self.has_directory and (self.decision is None or self.own)
-
-    def _has_all_promises(self) -> bool:
-        """OFFICE (b), WORD."""
-        decision = self.decision
-        if decision is None or (self._needs_directory(decision) and not self._is_waived):
-            return False
-        agents = decision.record.agents
-        return self._promises.issuperset(agents) or (bool(self._excused) and not self._unpromised(agents))
-
-    def _unpromised(self, agents: Iterable[str]) -> list[str]:
-        """Those whose promise is missing for an office."""
-        return [agent for agent in agents if agent not in self._promises and agent not in self._excused]
-
-    @staticmethod
-    def _needs_directory(decision: Decision) -> bool:
-        return decision.durable
 
     @property
     def agent_facts(self) -> Mapping[str, AgentFacts]:
@@ -249,13 +187,7 @@ class CoordinatorState:
         """Why the job goes on only on the operator's word, or with agents that are absent; empty when it does not."""
         if self.in_office:
             return self.reason if self.awaits_word else ""
-        if self.decision is None:
-            return "this coordinator knows nothing of the job, and was not started to found it"
-        if self._needs_directory(self.decision) and not self._is_waived:
-            return "the last record was decided with a state directory, which this coordinator does not have"
-        missing = self._unpromised(self.decision.record.agents)
-        absent = [agent for agent in missing if agent not in self.sessions.agents]
-        return f"agent {', '.join(absent or missing)} of the last record has not come back"
+        return self.office.why_not(self.sessions.agents)
 
     # -- events
 
@@ -310,7 +242,7 @@ class CoordinatorState:
             case Ready(report):
                 return self._ready(number, report)
             case EndGeneration():
-                return self._end(message, number) if self._is_member(session.agent) else []
+                return self._end(message, number) if self.newest.has_agent(session.agent) else []
             case JoinRequest(generation):
                 return self._join(generation)
             case Accepted(generation, digest):
@@ -318,10 +250,10 @@ class CoordinatorState:
             case Finished(generation):
                 return self._finish(number, generation)
             case Goodbye(reason):
-                self._left.add(session.agent)
+                self.office.left.add(session.agent)
                 return self._exit(session.agent, f"agent {session.agent} ends: {reason}", has_left=True)
             case JobFailed():
-                return self._fail_job(message, number) if self._is_member(session.agent) else []
+                return self._fail_job(message, number) if self.newest.has_agent(session.agent) else []
             case AgentFacts():
                 is_news = not session.has_told or message.unreached != self._unreached_by(session.agent)
                 session.has_told = True
@@ -334,7 +266,7 @@ class CoordinatorState:
         if session is None:
             return False
         if self._owes(session):
-            self._owing.add(session.agent)
+            self.newest.owing.add(session.agent)
             return False
         self.absences.hear(session.agent)
         return True
@@ -358,7 +290,7 @@ class CoordinatorState:
             return out
         self.absences.expect(members)
         silent = [agent for agent in self.absences.beyond(limit_s, members) if agent not in self.absences.lost]
-        gone = [a for a in silent if not self._may_be_led_elsewhere(a)]
+        gone = [a for a in silent if not self.office.may_be_led_elsewhere(a)]
         out += self._declare_lost(gone) if gone else []
         if len(gone) < len(silent):
             out += self._decide()  # for its reason
@@ -369,10 +301,7 @@ class CoordinatorState:
 
     def _dispensable(self, in_office: bool) -> list[str]:
         """LOST: agents whose silence ends their session, and nothing else."""
-        return [s.agent for s in self.sessions.begun.values() if not in_office or not self._is_member(s.agent)]
-
-    def _is_member(self, agent: str) -> bool:
-        return self.record is not None and self.record.has_agent(agent)
+        return [s.agent for s in self.sessions.begun.values() if not in_office or not self.newest.has_agent(s.agent)]
 
     def _tell_undecided(self) -> Instructions:
         """NOTICE."""
@@ -383,7 +312,8 @@ class CoordinatorState:
         record = self.record
         if record is None:
             return []
-        waits = self.over >= record.generation and bool(self._reports) and not (self.finished or self.unrecoverable)
+        waits = self.newest.over >= record.generation and bool(self._reports)
+        waits = waits and not self.finished and not self.unrecoverable
         waits = waits and self._waits(record) is not None
         self._overdue.note("ready agents", "others" if waits else "", self._now_s)
         if not self._overdue.reason("ready agents", self._now_s):
@@ -417,14 +347,6 @@ class CoordinatorState:
             [f"{agent} (at {hosts[agent]})" if hosts.get(agent) else agent for agent in missing], _MAX_NAMED
         )
 
-    @property
-    def _has_moved(self) -> bool:
-        return len(self.addresses) > 1
-
-    def _may_be_led_elsewhere(self, agent: str) -> bool:
-        """MOVED."""
-        return self._has_moved and agent not in self._promises
-
     def _is_founding_over(self) -> bool:
         first_s = self._first_report_s
         return first_s is not None and self._now_s - first_s >= self.timeouts.founding_s
@@ -450,7 +372,7 @@ class CoordinatorState:
         if new and not is_harmless:
             out += self.sessions.broadcast(Notice("left" if has_left else "lost", "", new))
         self.absences.lost.update(agents)
-        if self._parents_are_gone():
+        if self.office.parents_have_left:
             return out + self._go_on_without_parents() + self._decide()
         seats = [seat for agent in agents for seat in record.seats_of(agent)]
         if seats and not is_harmless:
@@ -467,7 +389,7 @@ class CoordinatorState:
         return any(seat.status != SPARE or record.holder(seat.member) is not None for seat in seats)
 
     def _why_lost(self, agent: str, record: Record) -> str:
-        if agent not in self._owing:
+        if agent not in self.newest.owing:
             return f"agent {agent} is declared lost"
         return (
             f"agent {agent} is declared lost: it has not accepted generation {record.generation}; does the path to it "
@@ -492,19 +414,19 @@ class CoordinatorState:
             self._forget_session(other)
             out.append(CloseSession(other, f"agent {hello.agent} has opened a newer session"))
         self._recall(hello.agent)
-        if self._parents:  # BACK: what is news depends on it
+        if self.newest.parents:  # BACK: what is news depends on it
             out += self._learn_term(hello.term)
         for ref in (hello.decision, hello.former_decision):
-            if ref is not None and self._is_news(ref):
+            if ref is not None and self.newest.is_news(ref):
                 self.sessions.await_decision(number, hello)
                 return [*out, Send(number, RequestDecision(ref.digest))]
         session = self.sessions.begin(number, hello)
         known = session.seen
         self.absences.exited.discard(hello.agent)
-        if hello.agent not in self._owing or not self._owes(session):
+        if hello.agent not in self.newest.owing or not self._owes(session):
             self._hear_back(hello.agent)
         if self._owes(session):
-            self._owing.add(hello.agent)
+            self.newest.owing.add(hello.agent)
         if hello.finished:
             out += self._finish(number, hello.finished)
         out += self._learn_term(hello.term)
@@ -513,9 +435,9 @@ class CoordinatorState:
                 ref = hello.former_decision
                 out += self._note_accepted(hello.former, RecordRef(ref.generation, ref.digest))
             session.former = hello.former
-            self._left.add(hello.former)
+            self.office.left.add(hello.former)
             out += self._exit(hello.former, f"agent {hello.former} is now {hello.agent}")
-        if hello.over and self._is_member(hello.agent):
+        if hello.over and self.newest.has_agent(hello.agent):
             out += self._end(EndGeneration(hello.over, EndCause("it was over when an agent came back")), number)
         if self.in_office and self._is_evicted(number):
             return [*out, self._evict(number)]
@@ -534,26 +456,26 @@ class CoordinatorState:
 
     def _recall(self, agent: str) -> None:
         """WORD: office only once the agent has promised."""
-        self._excused -= {agent}
-        if self._was_in_office and not self.in_office:
+        self.office.recall(agent)
+        if self.office.was_held and not self.in_office:
             self._leave_office()
 
     def _hear_back(self, agent: str) -> None:
-        self._owing.discard(agent)
+        self.newest.owing.discard(agent)
         self.absences.hear(agent)
         self.absences.lost.discard(agent)
         self._reconsider(agent)
 
     def _reconsider(self, agent: str) -> None:
         """REJOIN."""
-        if self._is_member(agent):
+        if self.newest.has_agent(agent):
             self.unrecoverable = ""
 
     def _welcome(self, session: Session) -> Welcome:
         in_office = self.in_office
         session.is_denied = in_office and self._owes(session)
         leads = in_office and not session.is_denied
-        return Welcome(self.term, leads, self.over, self.joining, self.finished, self.everywhere)
+        return Welcome(self.office.term, leads, self.newest.over, self.newest.joining, self.finished, self.everywhere)
 
     def _welcome_again(self) -> Instructions:
         """UNACCEPTED: agents that owe nothing any more."""
@@ -565,11 +487,11 @@ class CoordinatorState:
     def _promise(self, number: int, promise: Promise) -> Instructions:
         session = self.sessions.begun[number]
         out = self._learn_term(promise.term)
-        if promise.term != self.term:
+        if promise.term != self.office.term:
             return out
         session.promised = True
-        self._promises.update((session.agent, session.former) if session.former else (session.agent,))
-        if self.in_office and not self._was_in_office:
+        self.office.promise(session.agent, *([session.former] if session.former else []))
+        if self.in_office and not self.office.was_held:
             out += self._enter_office()
         return out + self._announce([session.agent]) + self._decide()
 
@@ -584,7 +506,7 @@ class CoordinatorState:
         session = self.sessions.end(number)
         if session is not None:
             self._withdraw_report(session.agent)
-            if not self._is_member(session.agent):
+            if not self.newest.has_agent(session.agent):
                 self._facts.keep_successors(session.agent)  # FACTS-ABSENT
                 if session.agent not in self._facts.by_agent:
                     self.absences.forget(session.agent)
@@ -598,41 +520,26 @@ class CoordinatorState:
         if number is None:
             return []
         self._forget_session(number)
-        told = [] if self._is_member(agent) else self._drop_facts([agent])
+        told = [] if self.newest.has_agent(agent) else self._drop_facts([agent])
         return [*told, CloseSession(number, reason)]
 
     # -- office
 
-    def _is_news(self, ref: DecisionRef) -> bool:
-        return self.decision is None or self._is_newer(ref, self.decision.ref)
-
-    @staticmethod
-    def _is_newer(ref: DecisionRef, than: DecisionRef) -> bool:
-        return ref.order > than.order
-
     def _learn(self, decision: Decision) -> Instructions:
         """Another coordinator has decided."""
-        if not self._is_news(decision.ref):
+        if not self.newest.is_news(decision.ref):
             return []
-        self.decision, self.own = decision, False
-        before = decision.record.generation - 1  # what is known of the next one may be of another of that number
-        self.over, self.joining = min(self.over, before), min(self.joining, before)
-        self._parents = frozenset()
-        self._before = self._given_up = None
-        self._owing.clear()
-        self._take_back_word()
+        self.newest.learn(decision)
+        self.office.take_back_word()
         self.absences.forget_lost()
         self._leave_office()
         return self._persist() + self._drop_facts(self._absent_with_facts())
 
     def _learn_term(self, term: Term) -> Instructions:
         """Another coordinator has, or had, a term that is not lower: take a higher one."""
-        if term == self.term or term.number < self.number:
+        if term == self.office.term or term.number < self.office.number:
             return []
-        self.number = term.number + 1
-        self._promises.clear()
-        self._is_waived = False  # somebody may have the directory
-        if not self._decides_by_directory or not self.in_office:
+        if self.office.raise_term(term):
             self._leave_office()
         out = self._persist()
         for session in self.sessions.begun.values():
@@ -641,47 +548,27 @@ class CoordinatorState:
 
     def _grant(self) -> Instructions:
         """OFFICE (c), WORD."""
-        if self.record is None:
-            self.granted = True
-        else:
-            self._excused |= self._absent(self.record)
-            self._is_waived = True
-        self.addresses = frozenset([self.address])
+        self.office.grant(self.sessions.agents)
         out = self._enter_office() if self.in_office else []
-        return out + (self._go_on_without_parents() if self._parents_are_gone() else []) + self._decide()
-
-    def _absent(self, record: Record) -> frozenset[str]:
-        return frozenset(agent for agent in record.agents if agent not in self.sessions.agents)
-
-    def _take_back_word(self) -> None:
-        self._excused, self._is_waived = frozenset(), False
+        return out + (self._go_on_without_parents() if self.office.parents_have_left else []) + self._decide()
 
     def _leave_office(self) -> None:
-        self.granted = self._was_in_office = False
+        self.office.leave()
         self.unrecoverable = ""
-        if self._parents and self._before is not None:
-            self._go_back(self._before)
+        if self.newest.parents and self.newest.before is not None:
+            self.newest.go_back()
             self.absences.forget_lost()
 
-    def _go_back(self, before: Decision) -> Instructions:
-        """BACK."""
-        self._given_up, self.decision = self.decision, before
-        self.own = False
-        self._before, self._parents = None, frozenset()
-        self._owing.clear()
-        generation = before.record.generation
-        self.over, self.joining = min(self.over, generation), min(self.joining, generation)  # of the next one anew
-        return self._persist()
-
-    def _go_back_in_office(self, before: Decision) -> Instructions:
+    def _go_back_in_office(self) -> Instructions:
         """BACK. Agents of the record before may never have been sent it."""
-        out = self._go_back(before)
+        self.newest.go_back()
+        out = self._persist()
         for number in self.sessions.begun:  # what they know is an ancestor of the dropped record, and of the one before
             out += self._greet(number)  # with `joining`
         return out + self._welcome_again()
 
     def _enter_office(self) -> Instructions:
-        self._was_in_office = True
+        self.office.was_held = True
         for agent in () if self.record is None else self.record.agents:
             self.absences.hear(agent)
         out: Instructions = []
@@ -705,29 +592,20 @@ class CoordinatorState:
 
     def _greet(self, number: int) -> Instructions:
         """In office: bring the agent to the present record."""
-        decision, session = self.decision, self.sessions.begun[number]
-        if decision is None or (session.seen is not None and session.seen.digest == decision.record.digest):
-            return []
-        if not decision.record.has_agent(session.agent) or not self._may_be_sent(session.agent):
+        decision, session = self.newest.decision, self.sessions.begun[number]
+        if decision is None or not self.newest.is_owed_to(session.agent, session.seen):
             return []
         self._withdraw_report(session.agent)
         session.pushed = decision.record.generation
-        return [Send(number, Push(decision, self.over, self.joining))]
+        return [Send(number, Push(decision, self.newest.over, self.newest.joining))]
 
     @staticmethod
     def _is_ancestor(record: Record, seen: RecordRef) -> bool:
         return record.builds_on(seen)
 
-    def _may_be_sent(self, agent: str) -> bool:
-        """ACCEPT."""
-        return not self._parents or agent in self._parents
-
     def _owes(self, session: Session) -> bool:
         """UNACCEPTED"""
-        record = self.record
-        if record is None or (session.seen is not None and session.seen.digest == record.digest):
-            return False
-        return record.has_agent(session.agent) and self._may_be_sent(session.agent) and self.in_office
+        return self.newest.is_owed_to(session.agent, session.seen) and self.in_office
 
     def _accepted(self, number: int, ref: RecordRef) -> Instructions:
         out: Instructions = []
@@ -740,26 +618,22 @@ class CoordinatorState:
         return out + self._note_accepted(session.agent, ref)
 
     def _note_accepted(self, agent: str, ref: RecordRef) -> Instructions:
-        record, out = self.record, []
-        if self._given_up is not None and ref == self._given_up.record.ref:
-            return self._learn(self._given_up)  # BACK
+        record, given_up = self.record, self.newest.given_up
+        if given_up is not None and ref == given_up.record.ref:
+            return self._learn(given_up)  # BACK
         if record is None or ref != record.ref:
             return []
-        if self.has_directory and self._before is not None:  # PERSIST: decided here, and not written yet
-            self.own = True
-            out = self._persist()
-        self._before = None
-        return out + (self._lift() if agent in self._parents else [])
+        out = self._persist() if self.newest.accept() else []
+        return out + (self._lift() if agent in self.newest.parents else [])
 
     def _lift(self) -> Instructions:
         """ACCEPT is met: the others are sent the record."""
-        assert self.record is not None
-        parents, self._parents = self._parents, frozenset()
+        parents, self.newest.parents = self.newest.parents, frozenset()
         out: Instructions = []
         if not self.in_office:
             return out  # they are sent it once this coordinator is
-        for number, session in list(self.sessions.begun.items()):
-            if self.record.has_agent(session.agent) and session.agent not in parents:
+        for number, session in self.sessions.begun.items():
+            if session.agent not in parents:
                 out += self._greet(number)
         return out
 
@@ -772,7 +646,8 @@ class CoordinatorState:
         if self.record is not None and (why := mismatch(self.record, report)) is not None:
             return self._refuse(Undecided(why, ((session.agent, why),)))
         out: Instructions = []
-        if self._before is not None or self._given_up is not None:  # BACK: `Accepted` may come later than the report
+        if self.newest.before is not None or self.newest.given_up is not None:
+            # BACK: `Accepted` may come later than the report.
             out += self._note_accepted(session.agent, report.newest_record)
         if self.record is not None and report.newest_record == self.record.ref and self._owes(session):
             out += self._accepted(number, report.newest_record)
@@ -785,7 +660,7 @@ class CoordinatorState:
     def _announce(self, agents: Iterable[str]) -> Instructions:
         """In office: members of these agents may wait to join the present generation."""
         record = self.record
-        if record is None or not self.in_office or self.joining >= record.generation:
+        if record is None or not self.in_office or self.newest.joining >= record.generation:
             return []
         for agent in agents:
             report = self._reports.get(agent)
@@ -807,20 +682,10 @@ class CoordinatorState:
         return None
 
     def _end(self, end: EndGeneration, source: int | None = None) -> Instructions:
-        record = self.record
-        if record is None or end.generation != record.generation:
-            return []
-        if end.generation <= self.over and (not end.cause.timed_out or end.generation <= self._timed_out):
-            return []
-        self.over = end.generation
-        self._timed_out = end.generation if end.cause.timed_out else self._timed_out
-        return self.sessions.broadcast(end, source)
+        return self.sessions.broadcast(end, source) if self.newest.end(end) else []
 
     def _join(self, generation: int) -> Instructions:
-        if self.record is None or generation != self.record.generation or generation <= self.joining:
-            return []
-        self.joining = generation
-        return self.sessions.broadcast(JoinNotice(generation))
+        return self.sessions.broadcast(JoinNotice(generation)) if self.newest.join(generation) else []
 
     def _let_back(self) -> Instructions:
         """REACHED"""
@@ -867,14 +732,14 @@ class CoordinatorState:
     def _drop_facts(self, agents: list[str]) -> Instructions:
         self._facts.drop(agents)
         for agent in agents:
-            if agent not in self.sessions.agents and not self._is_member(agent):
+            if agent not in self.sessions.agents and not self.newest.has_agent(agent):
                 self.absences.forget(agent)
         return self._tell_facts()
 
     def _absent_with_facts(self) -> list[str]:
         """Agents that are not in the record, and have no session."""
         present = self.sessions.agents
-        return [agent for agent in self._facts.by_agent if agent not in present and not self._is_member(agent)]
+        return [agent for agent in self._facts.by_agent if agent not in present and not self.newest.has_agent(agent)]
 
     # -- the decision
 
@@ -897,7 +762,7 @@ class CoordinatorState:
             return []
         if self.record is None and self.finished:  # ABANDON: it was forgotten, and is not founded anew
             return []
-        self._was_in_office = True
+        self.office.was_held = True
         record = self.record
         if record is None and not self._may_found(on_tick):
             return []
@@ -937,32 +802,28 @@ class CoordinatorState:
         missing = [agent for agent in record.agents if agent not in reports and agent not in self.absences.lost]
         return f"waiting for agent {', '.join(missing)}" if missing else None
 
-    def _parents_are_gone(self) -> bool:
-        """BACK: nobody has the record, nor will."""
-        return bool(self._parents) and self._parents <= self._left | self._excused
-
     def _go_on_without_parents(self) -> Instructions:
         """BACK: others of the record before may be led by another coordinator."""
-        return self._lift() if self._before is None else self._go_back_in_office(self._before)
+        return self._lift() if self.newest.before is None else self._go_back_in_office()
 
     def _unaccepted(self) -> str:
         """ACCEPT: why the operator's word is needed; empty when it is not."""
-        if not self._parents or not self._parents <= self.absences.lost:
+        if not self.newest.parents or not self.newest.parents <= self.absences.lost:
             return ""
-        return f"{self._gone(sorted(self._parents))}; it has not accepted the record: this takes an operator"
+        return f"{self._gone(sorted(self.newest.parents))}; it has not accepted the record: this takes an operator"
 
     def _away(self, record: Record) -> str:
         """MOVED: why the operator's word is needed; empty when it is not."""
-        if not self._has_moved:  # without a look at each agent, for each report
+        if not self.office.has_moved:  # without a look at each agent, for each report
             return ""
         limit_s = self.timeouts.lost_after_s
-        away = [a for a in self.absences.beyond(limit_s, record.agents) if self._may_be_led_elsewhere(a)]
+        away = [a for a in self.absences.beyond(limit_s, record.agents) if self.office.may_be_led_elsewhere(a)]
         if not away:
             return ""
-        others = ", ".join(sorted(self.addresses - {self.address}))
+        others = ", ".join(sorted(self.office.addresses - {self.office.address}))
         return (
-            f"agent {', '.join(away)} has not come to this coordinator at {self.address}, and may still train if it "
-            f"dials the one before, at {others}: this takes an operator"
+            f"agent {', '.join(away)} has not come to this coordinator at {self.office.address}, and may still train "
+            f"if it dials the one before, at {others}: this takes an operator"
         )
 
     def _next(self, record: Record | None, reports: dict[str, Report]) -> Instructions:
@@ -971,7 +832,7 @@ class CoordinatorState:
         if isinstance(answer, Undecided):
             self._note_reason(answer.reason, is_proposal=True)
             return self._refuse(answer)
-        if isinstance(answer, Unrecoverable) and self._before is None:
+        if isinstance(answer, Unrecoverable) and self.newest.before is None:
             self.unrecoverable = answer.reason
             return self.sessions.broadcast(JobUnrecoverable(answer.reason))
         self.awaits_word = False
@@ -980,33 +841,26 @@ class CoordinatorState:
             self._note_reason(f"{self._gone(record.agents)}: this takes an operator", is_proposal=True)
             return []
         if isinstance(answer, Unrecoverable):  # BACK
-            assert self._before is not None
-            return self._go_back_in_office(self._before) + self._decide()
+            return self._go_back_in_office() + self._decide()
         self.proposal = proposal
-        if record is not None and self._may_go_back(record, reports):
+        if record is not None and self.newest.may_be_undone(reports):
             answer = replace(answer, rolled_back=True)
-        return self._propose(Decision(self.term, answer, self.has_directory))
+        return self._propose(Decision(self.office.term, answer, self.newest.has_directory))
 
     def _note_reason(self, reason: str, *, is_proposal: bool) -> None:
         """`is_proposal`: the reports are there, so that it is to be told (NOTICE)."""
         self.reason = reason
         self._overdue.note("undecided", reason if is_proposal else "", self._now_s)
 
-    def _may_go_back(self, record: Record, reports: dict[str, Report]) -> bool:
-        """BACK: whether one that is not here may have accepted the record that was given up."""
-        given_up = self._given_up
-        return given_up is not None and not self._must_accept(record, given_up.record).issubset(reports)
-
     def _is_alone(self, record: Record, reports: dict[str, Report]) -> bool:
         """ALONE."""
-        assert self.decision is not None
-        if self.own or any(agent in reports for agent in record.agents):
+        if self.newest.own or any(agent in reports for agent in record.agents):
             return False
-        return not (self._left | self._excused).issuperset(record.agents)
+        return bool(self.office.remaining(record.agents))
 
     def _gone(self, agents: Iterable[str]) -> str:
         """Which of `agents` may have, or may have had, another coordinator."""
-        gone = [agent for agent in agents if agent not in self._left and agent not in self._excused]
+        gone = self.office.remaining(agents)
         silent = [agent for agent in gone if agent not in self.absences.exited]
         if silent:
             return f"agent {', '.join(silent)} of the record is silent, and may have another coordinator"
@@ -1025,18 +879,18 @@ class CoordinatorState:
 
     def _propose(self, decision: Decision) -> Instructions:
         """PERSIST."""
-        if not self._decides_by_directory:
+        if not self.newest.is_by_directory:
             return self._adopt(decision)
         self._deciding = decision
         late = f"generation {decision.record.generation} is not yet on the disk of the coordinator's state directory"
         self._overdue.note("write", late, self._now_s)
-        return [Persist(self.term, decision, self.finished, frozenset([self.address]), own=True)]
+        return [Persist(self.office.term, decision, self.finished, frozenset([self.office.address]), own=True)]
 
     def _persist(self) -> Instructions:
-        if not self.has_directory:
+        if not self.newest.has_directory:
             return []
         assert self._deciding is None, "what is being written would be replaced by the decision before (PERSIST)"
-        return [Persist(self.term, self.decision, self.finished, self.addresses, self.own)]
+        return [Persist(self.office.term, self.newest.decision, self.finished, self.office.addresses, self.newest.own)]
 
     def _persisted(self, digest: str) -> Instructions:
         if self._deciding is None or self._deciding.record.digest != digest:
@@ -1049,22 +903,17 @@ class CoordinatorState:
         return out + self._decide()
 
     def _adopt(self, decision: Decision) -> Instructions:
-        known, before, record = self.decision, self.record, decision.record
-        is_by_directory = self._decides_by_directory
-        self.decision, self.own, self.granted = decision, is_by_directory, True
+        before, record = self.record, decision.record
+        self.newest.adopt(decision)
+        self.office.decide()
         self._note_reason("", is_proposal=False)
-        self._take_back_word()
-        self.addresses = frozenset([self.address])
         self.absences.forget_lost()
-        self._owing.clear()
         self.absences.expect(record.agents)
-        self._parents = frozenset() if is_by_directory else self._must_accept(before, record)
-        self._before, self._given_up = None if is_by_directory else known, None
         self._forget_former(before)
         push = Push(decision)
         out: Instructions = []
         for number, session in self.sessions.begun.items():
-            if record.has_agent(session.agent) and self._may_be_sent(session.agent):
+            if self.newest.may_be_sent(session.agent):
                 self._withdraw_report(session.agent)  # of the others it stands: the record may never reach them
                 session.pushed = record.generation
                 out.append(Send(number, push))
@@ -1075,12 +924,5 @@ class CoordinatorState:
         assert self.record is not None
         present = {*self.record.agents, *(() if before is None else before.agents), *self.sessions.named_agents()}
         self.sessions.keep(present)
-        self._promises &= present
-        self._left &= present
+        self.office.keep(present)
         self.absences.keep(present | self._facts.by_agent.keys())
-
-    def _must_accept(self, before: Record | None, record: Record) -> frozenset[str]:
-        """ACCEPT."""
-        if before is None:
-            return frozenset()
-        return frozenset(before.agents) & frozenset(record.agents)

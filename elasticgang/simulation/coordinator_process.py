@@ -120,7 +120,7 @@ class CoordinatorProcess:
         )
         if disk is not None:
             disk.holder = self
-            disk.term, disk.addresses = self.state.term, self.state.addresses
+            disk.term, disk.addresses = self.state.office.term, self.state.office.addresses
         self.do(cluster, Ticked())
 
     # -- what it can do
@@ -147,7 +147,7 @@ class CoordinatorProcess:
             if cluster.num_dead_hosts:  # whose address refuses connections
                 absent = self.state.absent_agents()
                 moves += [f"misses {agent}" for agent, at in absent.items() if not cluster.hosts[at].alive]
-        elif not self.state.granted and self.state.sessions.begun and promises.may_found(cluster, self):
+        elif not self.state.office.granted and self.state.sessions.begun and promises.may_found(cluster, self):
             moves.append("founds")
         return moves
 
@@ -206,21 +206,23 @@ class CoordinatorProcess:
 
     def do(self, cluster: Cluster, event: CoordinatorEvent) -> None:
         state = self.state
-        number, known = state.number, state.decision
+        number, known = state.office.number, state.newest.decision
         lost = frozenset(state.absences.lost) if state.absences.lost else _NOBODY
         instructions = state.handle(event, cluster.now_s * self.rate)
-        if state.number != number:
+        if state.office.number != number:
             self._note_all(cluster, instructions, number)  # decided before it took another term, at the same event
             self.promises.clear()
             self.is_granted = self.is_granted and self.disk is not None
         declared = state.absences.lost
-        is_new = state.decision is not None and (known is None or state.decision.record.digest != known.record.digest)
-        if is_new and state.decision is not None and state.decision.term == state.term:
-            declared = declared.union(state.decision.record.dead_agents)  # it has decided without them at once
+        is_new = state.newest.decision is not None and (
+            known is None or state.newest.decision.record.digest != known.record.digest
+        )
+        if is_new and state.newest.decision is not None and state.newest.decision.term == state.office.term:
+            declared = declared.union(state.newest.decision.record.dead_agents)  # it has decided without them at once
         if declared and not isinstance(event, AgentExited):
             promises.check_lost(cluster, self, declared - lost, silent=isinstance(event, Ticked))
         if instructions:
-            self._note_all(cluster, instructions, state.number)
+            self._note_all(cluster, instructions, state.office.number)
             for instruction in instructions:
                 if isinstance(instruction, Send) and isinstance(instruction.message, JobUnrecoverable):
                     cluster.note_lost_state()
@@ -230,8 +232,8 @@ class CoordinatorProcess:
                     raise Violation("PERSIST-1: a coordinator without a directory writes")
                 else:
                     self.writing.append(instruction)
-        if state.decision is not None and state.decision is not known:
-            is_learned = state.decision.term.name != self.name
+        if state.newest.decision is not None and state.newest.decision is not known:
+            is_learned = state.newest.decision.term.name != self.name
             if is_new or is_learned:
                 self.excused.clear()
             self.is_granted = self.is_granted and not is_learned  # another coordinator has decided
@@ -263,7 +265,7 @@ class CoordinatorProcess:
             cluster.seen.add("lost agent came back")
         if (
             isinstance(message, Promise)
-            and message.term == self.state.term
+            and message.term == self.state.office.term
             and session.number in self.state.sessions.begun
         ):
             self.promises.update({session.agent, session.agent_session.former} - {""})

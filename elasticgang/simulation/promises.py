@@ -50,22 +50,22 @@ def may_found(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
 def may_grant(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
     """WORD-1"""
     state = coordinator.state
-    if (state.in_office and not state.awaits_word) or state.decision is None or len(cluster.living()) > 1:
+    if (state.in_office and not state.awaits_word) or state.newest.decision is None or len(cluster.living()) > 1:
         return False
     if coordinator.is_stopped:  # it reads the word only once it goes on
         return False
     kept = None if cluster.disk is None else cluster.disk.decision
-    if kept is not None and _is_newer(kept, state.decision):
+    if kept is not None and _is_newer(kept, state.newest.decision):
         return False
     present = {session.host.name for number, session in coordinator.sessions.items() if number in state.sessions.begun}
     for host in cluster.hosts.values():
         if not host.alive or host.name in present:
             continue
         known = host.known_decision
-        if known is not None and _is_newer(known, state.decision):
+        if known is not None and _is_newer(known, state.newest.decision):
             return False
         is_held = host.is_fenced or (host.session.is_ended and host.is_inert)
-        if host.id in state.decision.record.agents and not is_held:
+        if host.id in state.newest.decision.record.agents and not is_held:
             return False
     return True
 
@@ -97,7 +97,7 @@ def _check_lost(cluster: Cluster, coordinator: CoordinatorProcess, host: Host) -
         return
     holder = host.lease_holder
     is_led_elsewhere = holder is not None and holder is not coordinator
-    if not (is_led_elsewhere and host.session.promised > coordinator.state.term):
+    if not (is_led_elsewhere and host.session.promised > coordinator.state.office.term):
         raise Violation(
             f"LOST-1: {coordinator.name} declares {host.name} lost, whose lease "
             f"{'is over' if host.is_lease_over(cluster) else 'goes on'} and whose ranks "

@@ -151,7 +151,9 @@ def _leave_one_coordinator(cluster: Cluster, do: Callable[[Move], None]) -> None
     if not living:
         do(("operator", "starts one with its directory"))
         return
-    order = {c.name: (0, "", 0) if (d := c.state.decision) is None else (*d.term, d.record.generation) for c in living}
+    order = {
+        c.name: (0, "", 0) if (d := c.state.newest.decision) is None else (*d.term, d.record.generation) for c in living
+    }
     newest = max(living, key=lambda c: (c.state.in_office, order[c.name]))
     for c in living:
         if c is not newest:

@@ -151,7 +151,7 @@ class Job:
         for host in range(self._num_hosts):
             name = f"agent-{host:05}"
             self._hear(host, m.Hello(name, name, 1))
-            self._hear(host, m.Promise(self._state.term))
+            self._hear(host, m.Promise(self._state.office.term))
         used_s = time.process_time() - began_s
         decided_s, pushes = self._decide()
         return used_s + decided_s, pushes[0]

@@ -285,7 +285,7 @@ def test_the_operators_word_lets_a_restarted_coordinator_go_on_without_an_agent(
         job.founds = False
         server = await job.start()
         a.end_generation()
-        await until(lambda: (state := server.state_of("job")) is not None and state.decision is not None)
+        await until(lambda: (state := server.state_of("job")) is not None and state.newest.decision is not None)
         state = server.state_of("job")
         assert state is not None
         await until(lambda: state.word_awaited == "agent b of the last record has not come back")
@@ -315,7 +315,7 @@ def test_a_word_for_a_job_whose_agents_are_away_is_refused() -> None:
         await b.client.stop()
         job.founds = False
         server = await job.start()
-        await until(lambda: (state := server.state_of("job")) is not None and state.decision is not None)
+        await until(lambda: (state := server.state_of("job")) is not None and state.newest.decision is not None)
         await a.client.stop()
         state = server.state_of("job")
         assert state is not None

@@ -161,7 +161,7 @@ def test_training_goes_on_without_a_coordinator_and_the_job_after_its_restart(tm
         assert second.parent
         state = server.state_of("job")
         assert state is not None
-        assert state.term.number >= 2
+        assert state.office.term.number >= 2
 
     play(test, Job(tmp_path / "state"))
 

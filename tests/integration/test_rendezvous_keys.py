@@ -154,7 +154,7 @@ def test_keys_that_come_before_the_coordinator_takes_office_are_dropped() -> Non
             await asyncio.sleep(0.01)
         put(a, FIRST)
         a.client.notify(Notify(JoinRequest(1)))
-        while state.joining != 1:  # the keys were read before
+        while state.newest.joining != 1:  # the keys were read before
             await asyncio.sleep(0.01)
         assert not state.in_office
         b.restart(job.port)

@@ -82,9 +82,9 @@ def test_the_directory_tells_from_where_agents_may_have_leases(tmp_path: Path) -
             job.add("c")
             while (state := server.state_of("job")) is None:
                 await asyncio.sleep(0.02)
-            assert state.addresses >= {first, f"{name}:{job.port}"}
-            assert len(state.addresses) == num_addresses
-            assert job.directory.read("job").addresses == state.addresses
+            assert state.office.addresses >= {first, f"{name}:{job.port}"}
+            assert len(state.office.addresses) == num_addresses
+            assert job.directory.read("job").addresses == state.office.addresses
 
     play(test, Job(tmp_path))
 
@@ -216,7 +216,7 @@ def test_other_jobs_go_on_while_the_term_of_one_is_written(tmp_path: Path, monke
         state = server.state_of("back")
         assert state is not None
         assert all(waits), "the event loop stood still"
-        assert directory.read("back").term == state.term == Term(4, state.name)
+        assert directory.read("back").term == state.office.term == Term(4, state.office.name)
 
     play(test, Job(tmp_path))
 

@@ -39,7 +39,7 @@ class Driver:
         self.num_sessions += 1
         hello = {"incarnation": agent, "session": self.num_sessions, **hello}
         self.hear(self.num_sessions, m.Hello(agent, **hello))
-        self.hear(self.num_sessions, m.Promise(self.state.term))
+        self.hear(self.num_sessions, m.Promise(self.state.office.term))
         return self.num_sessions
 
     def wait(self, seconds: float) -> list[Any]:

@@ -20,11 +20,12 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.coordinator_sessions import Sessions
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.job_facts import JobFacts
+from elasticgang.protocol.newest_decision import NewestDecision
+from elasticgang.protocol.office import Office
 from elasticgang.protocol.record import Record, Report
 from tests.unit.patches import Patch, always
 
 _decide = CoordinatorState._decide
-_in_office = CoordinatorState.in_office
 _welcome = CoordinatorState._welcome
 _renew = AgentSession._renew
 
@@ -34,31 +35,31 @@ def _push_then_write(self: CoordinatorState, decision: Decision) -> Any:
     return [*out, *self._persist()]
 
 
-def _trust_the_first(self: CoordinatorState) -> bool:
-    decision = self.decision
+def _trust_the_first(self: Office) -> bool:
+    decision = self.newest.decision
     return decision is not None and not decision.durable and bool(self._promises & set(decision.record.agents))
 
 
-def _trust_a_majority(self: CoordinatorState) -> bool:
-    decision = self.decision
+def _trust_a_majority(self: Office) -> bool:
+    decision = self.newest.decision
     if decision is None or decision.durable:
         return False
     return 2 * len(self._promises & set(decision.record.agents)) > len(decision.record.agents)
 
 
 def _count_sessions(self: CoordinatorState) -> bool:
-    decision = self.decision
-    if decision is None or decision.durable:
-        return False
+    office, decision = self.office, self.newest.decision
+    if office.granted or decision is None or decision.durable:
+        return office.granted
     return {s.agent for s in self.sessions.begun.values() if s.promised} >= set(decision.record.agents)
 
 
-def _anybody_founds(self: CoordinatorState) -> bool:
-    return self.granted or self.decision is None or self._has_all_promises()
+def _anybody_founds(self: Office) -> bool:
+    return self.granted or self.newest.decision is None or self._has_all_promises()
 
 
-def _in_office_by_term(self: CoordinatorState) -> bool:
-    decision = self.decision
+def _in_office_by_term(self: Office) -> bool:
+    decision = self.newest.decision
     return self.granted or (decision is not None and bool(self._promises & set(decision.record.agents)))
 
 
@@ -173,33 +174,33 @@ def _leave_office_in_despair(self: CoordinatorState) -> None:
 
 
 def _give_up_over_the_unaccepted(self: CoordinatorState, record: Any, reports: Any) -> Any:
-    self._before = None
+    self.newest.before = None
     return _next(self, record, reports)
 
 
 def _keep_office_at_a_term(self: CoordinatorState, term: Term) -> Any:
-    granted = self.granted
+    granted = self.office.granted
     out = _learn_term(self, term)
-    self.granted = granted
+    self.office.granted = granted
     return out
 
 
 def _learn_higher_numbers(self: CoordinatorState, term: Term) -> Any:
-    return _learn_term(self, term) if term.number > self.number else []
+    return _learn_term(self, term) if term.number > self.office.number else []
 
 
-def _excuse_all(self: CoordinatorState, record: Record) -> frozenset[str]:
+def _excuse_all(record: Record, _: object) -> frozenset[str]:
     return frozenset(record.agents)
 
 
 def _keep_silent_members(self: CoordinatorState, _in_office: bool) -> list[str]:
-    return [s.agent for s in self.sessions.begun.values() if not self._is_member(s.agent)]
+    return [s.agent for s in self.sessions.begun.values() if not self.newest.has_agent(s.agent)]
 
 
 def _keep_unaccepted(self: CoordinatorState) -> None:
-    decision, parents = self.decision, self._parents
+    decision, parents = self.newest.decision, self.newest.parents
     _leave_office(self)
-    self.decision, self._parents = decision, parents
+    self.newest.decision, self.newest.parents = decision, parents
 
 
 _session_welcome = AgentSession._welcome
@@ -253,17 +254,17 @@ def _drop_in_silence(self: CoordinatorState, agents: Any) -> Any:
 
 COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "pushed before it is written": ((CoordinatorState, "_propose", _push_then_write),),
-    "the first to come is trusted": ((CoordinatorState, "_has_all_promises", _trust_the_first),),
-    "a majority is trusted": ((CoordinatorState, "_has_all_promises", _trust_a_majority),),
-    "anybody founds a job": ((CoordinatorState, "in_office", property(_anybody_founds)),),
+    "the first to come is trusted": ((Office, "_has_all_promises", _trust_the_first),),
+    "a majority is trusted": ((Office, "_has_all_promises", _trust_a_majority),),
+    "anybody founds a job": ((Office, "is_held", property(_anybody_founds)),),
     "the highest term alone decides": (
-        (CoordinatorState, "in_office", property(_in_office_by_term)),
+        (Office, "is_held", property(_in_office_by_term)),
         (CoordinatorState, "_leave_office", always(None)),
     ),
-    "promises count by sessions": ((CoordinatorState, "_has_all_promises", _count_sessions),),
+    "promises count by sessions": ((CoordinatorState, "in_office", property(_count_sessions)),),
     "office is kept": ((CoordinatorState, "_leave_office", always(None)),),
     "office is kept at a higher term": ((CoordinatorState, "_learn_term", _keep_office_at_a_term),),
-    "others' records are not learned": ((CoordinatorState, "_is_news", always(False)),),
+    "others' records are not learned": ((NewestDecision, "is_news", always(False)),),
     "reports outlive their session": (
         (CoordinatorState, "_counts", _counts_without_promise),
         (CoordinatorState, "_forget_session", _forget_but_reports),
@@ -271,18 +272,18 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a report counts although it crosses a record": ((CoordinatorState, "_counts", _counts_across_a_record),),
     "reports of earlier generations count": ((CoordinatorState, "_counts", _counts_whatever_it_knows),),
     "lost before it is fenced": ((Absences, "beyond", _silent_at_once),),
-    "leases of another address are not thought of": ((CoordinatorState, "_may_be_led_elsewhere", always(False)),),
+    "leases of another address are not thought of": ((Office, "may_be_led_elsewhere", always(False)),),
     "a coordinator's standstill counts": ((Absences, "advance", _never_advance),),
     "absent agents are not waited for": ((CoordinatorState, "_waits", _skip_absent),),
-    "directories and promises are mixed": ((CoordinatorState, "_needs_directory", staticmethod(always(False))),),
+    "directories and promises are mixed": ((Office, "_needs_directory", always(False)),),
     "notices are sent once": (
         (CoordinatorState, "_welcome", _welcome_without_notices),
         (AgentSession, "_notices", _notices_lost),
     ),
-    "the operator's word stands for all agents": ((CoordinatorState, "_absent", _excuse_all),),
+    "the operator's word stands for all agents": ((Office, "_absent", staticmethod(_excuse_all)),),
     "silent agents keep their sessions out of office": ((CoordinatorState, "_dispensable", _keep_silent_members),),
     "a record that nobody has accepted outlives its office": ((CoordinatorState, "_leave_office", _keep_unaccepted),),
-    "joiners are sent a record at once": ((CoordinatorState, "_must_accept", always(frozenset())),),
+    "joiners are sent a record at once": ((NewestDecision, "_must_accept", always(frozenset())),),
     "an id is free once its agent is lost": ((CoordinatorState, "_hello", _hello_free_once_lost),),
     "an agent that accepts no record is heard": ((CoordinatorState, "_owes", always(False)),),
     "an agent that accepts no record gets a lease": ((CoordinatorState, "_welcome", _welcome_whoever_owes),),

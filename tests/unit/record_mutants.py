@@ -33,6 +33,7 @@ from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.cut_off import find_cut_off
 from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts, KnownSuccessors, Wait
 from elasticgang.protocol.member_state import MemberState
+from elasticgang.protocol.newest_decision import NewestDecision
 from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
 from elasticgang.protocol.record_form import RecordForm, digest_of_line
 from elasticgang.session import messages
@@ -153,8 +154,13 @@ _hello = CoordinatorState._hello
 
 
 def _exit_for_good(self: CoordinatorState, agent: str, reason: str, *, has_left: bool = False) -> Any:
-    self._left.add(agent)
+    self.office.left.add(agent)
     return _exit(self, agent, reason, has_left=has_left)
+
+
+def _go_back_in_silence(self: CoordinatorState) -> Any:
+    self.newest.go_back()
+    return []
 
 
 def _collect_at_once(self: AgentSession) -> Any:
@@ -281,7 +287,7 @@ RECORD_MUTANTS = {
         test_operators_word.test_an_agent_that_comes_back_after_the_operators_word_must_promise,
     ),
     "the higher generation is newer": UnitMutant(
-        ((CoordinatorState, "_is_newer", staticmethod(_newer_by_generation)),),
+        ((NewestDecision, "_is_newer", staticmethod(_newer_by_generation)),),
         test_sent_records.test_a_decision_of_a_later_term_is_newer_whatever_its_generation,
     ),
     "joiners go on alone": UnitMutant(
@@ -295,7 +301,7 @@ RECORD_MUTANTS = {
         ),
     ),
     "nobody is sent the record that is the newest again": UnitMutant(
-        ((CoordinatorState, "_go_back_in_office", CoordinatorState._go_back),),
+        ((CoordinatorState, "_go_back_in_office", _go_back_in_silence),),
         test_sent_records.test_whoever_was_never_sent_the_record_before_is_sent_it_when_the_coordinator_goes_back,
     ),
     "lost agents come back as they are": UnitMutant(

@@ -236,7 +236,7 @@ def test_agents_are_told_why_a_coordinator_is_not_in_office() -> None:
     """Its state directory was lost, for example, and it was started with an empty one."""
     former, *_ = found(has_directory=True)
     driver = Driver(has_directory=True, granted=True)
-    decision = former.state.decision
+    decision = former.state.newest.decision
     assert decision is not None
     driver.hear(1, m.Hello("a", "a", 1, decision=decision.ref))
     driver.hear(1, m.KnownDecision(decision))

@@ -37,7 +37,7 @@ def test_a_record_is_pushed_only_after_it_was_written() -> None:
     assert driver.do(m.Persisted("another")) == []
     push, *_ = driver.do(m.Persisted(persist.decision.record.digest))
     assert push == m.Send(a, m.Push(persist.decision))
-    assert driver.state.over == 1
+    assert driver.state.newest.over == 1
 
 
 def test_who_is_not_in_office_decides_nothing_and_renews_no_lease() -> None:
@@ -52,13 +52,13 @@ def test_a_higher_term_ends_an_office_without_a_directory() -> None:
     for has_directory in (False, True):
         driver, _, _ = found(has_directory=has_directory)
         driver.open("x", term=m.Term(7, "other"))
-        assert driver.state.term == m.Term(8, "c")
+        assert driver.state.office.term == m.Term(8, "c")
         assert driver.state.in_office is has_directory
 
 
 def test_a_newer_decision_is_requested_and_ends_the_office() -> None:
     other, _, _ = found()
-    decision = other.state.decision
+    decision = other.state.newest.decision
     assert decision is not None
     driver = Driver(granted=True)
     (request,) = driver.hear(1, m.Hello("a", "a", 1, decision=decision.ref))
@@ -72,14 +72,14 @@ def test_a_newer_decision_is_requested_and_ends_the_office() -> None:
     for session, agent in ((2, "a"), (3, "b")):
         if agent == "b":
             driver.hear(3, m.Hello("b", "b", 1, decision=decision.ref))
-        driver.hear(session, m.Promise(driver.state.term))
+        driver.hear(session, m.Promise(driver.state.office.term))
     assert driver.state.in_office  # every agent of the record has promised
 
 
 # NEWEST
 def test_a_newer_session_closes_the_one_that_has_not_sent_its_decision() -> None:
     other, _, _ = found()
-    decision = other.state.decision
+    decision = other.state.newest.decision
     assert decision is not None
     driver, request = Driver(), m.RequestDecision(decision.record.digest)
     assert driver.hear(1, m.Hello("a", "a", 1, decision=decision.ref)) == [m.Send(1, request)]
@@ -185,7 +185,7 @@ def test_a_collective_that_has_timed_out_is_told_once_after_the_end_of_the_gener
 
 def test_a_lost_agent_with_an_ancestor_of_the_record_may_come_back_and_another_is_evicted() -> None:
     driver, a, _ = found()
-    first = driver.state.decision
+    first = driver.state.newest.decision
     assert first is not None
     driver.do(m.AgentExited("b"))
     driver.hear(a, m.Ready(report("a", record(driver).ref)))
@@ -234,7 +234,7 @@ def test_who_has_exited_without_saying_so_may_have_had_another_coordinator(has_s
 # REJOIN
 def test_an_agent_that_says_late_what_it_has_accepted_is_not_evicted() -> None:
     driver, a, _ = found()
-    first = driver.state.decision
+    first = driver.state.newest.decision
     assert first is not None
     b = driver.open("b", decision=first.ref)
     for _ in range(20):  # more generations than a record names ancestors
@@ -267,8 +267,8 @@ def test_the_end_of_a_generation_is_not_that_of_another_one_of_its_number() -> N
     """The record of another coordinator is newer, and its ranks run."""
     driver, a, _ = found()
     driver.hear(a, m.EndGeneration(1, EndCause("died", ("a",))))
-    assert driver.state.over == 1
-    other = found()[0].state.decision
+    assert driver.state.newest.over == 1
+    other = found()[0].state.newest.decision
     assert other is not None
     other = replace(other, term=m.Term(9, "other"), record=replace(other.record, committed=Attempt(0, 2), digest=""))
     driver.num_sessions += 1
@@ -307,7 +307,9 @@ def test_a_report_that_crosses_a_record_does_not_count() -> None:
 def test_a_job_that_finishes_is_persisted() -> None:
     driver, a, b = found(has_directory=True)
     persist, *others = driver.hear(a, m.Finished(1))
-    assert persist == m.Persist(driver.state.term, driver.state.decision, True, driver.state.addresses, own=True)
+    assert persist == m.Persist(
+        driver.state.office.term, driver.state.newest.decision, True, driver.state.office.addresses, own=True
+    )
     assert m.Send(b, m.Finished(1)) in others
     assert driver.hear(b, m.Finished(1)) == []
     without, a, _ = found()
@@ -404,8 +406,8 @@ def test_a_coordinator_of_weeks_keeps_nothing_of_agents_that_have_gone(how: str)
 # NEWEST
 def test_of_an_agent_that_was_asked_for_its_decision_nothing_stays() -> None:
     other, _, _ = found()
-    assert other.state.decision is not None
-    ref, driver, sizes = other.state.decision.ref, Driver(), []
+    assert other.state.newest.decision is not None
+    ref, driver, sizes = other.state.newest.decision.ref, Driver(), []
     for number in range(100, 130):
         agent = f"guest-{number}"
         driver.hear(number, m.Hello(agent, agent, 1, decision=ref))
@@ -432,7 +434,7 @@ def welcome(session: AgentSession, now_s: float, number: int = 1) -> list[Any]:
 def seated(promised: m.Term = m.NO_TERM) -> AgentSession:
     """Of an agent with a record, from a coordinator before."""
     driver, _, _ = found()
-    return AgentSession("a", "i", promised=promised, decision=driver.state.decision)
+    return AgentSession("a", "i", promised=promised, decision=driver.state.newest.decision)
 
 
 # LEASE-1
@@ -465,7 +467,7 @@ def test_what_an_agent_notifies_before_it_is_welcome_is_not_lost() -> None:
     assert carried(m.Notify(end)) == []
     welcome = next(message for message in carried(m.Answer(asked)) if isinstance(message, m.Welcome))
     carried(m.Answer(welcome))
-    assert driver.state.over == 1
+    assert driver.state.newest.over == 1
     carried(m.Answer(welcome))
     assert told.count(end) == 2
     session.handle(m.Disconnected(), 1.0)
@@ -477,7 +479,7 @@ def test_what_an_agent_notifies_before_it_is_welcome_is_not_lost() -> None:
 # FENCE
 def test_the_end_of_the_lease_kills_the_ranks_and_no_answer_brings_them_back() -> None:
     driver, _, _ = found()
-    decision = driver.state.decision
+    decision = driver.state.newest.decision
     assert decision is not None
     session = AgentSession("a", "i")
     welcome(session, 100.0)
@@ -495,7 +497,7 @@ def test_the_end_of_the_lease_kills_the_ranks_and_no_answer_brings_them_back() -
 def test_an_agent_is_not_ready_for_the_next_record_before_its_ranks_have_the_one_that_waits_for_a_lease() -> None:
     """A coordinator would count on ranks that run in no generation, which the waiting record then has them enter."""
     driver, _, _ = found()
-    decision = driver.state.decision
+    decision = driver.state.newest.decision
     assert decision is not None
     session = AgentSession("a", "i")
     welcome(session, 100.0)
@@ -527,7 +529,7 @@ def test_the_loss_of_the_host_s_address_kills_the_ranks_and_ends_the_generation_
 def test_an_agent_without_a_record_has_no_lease_that_ends() -> None:
     """It takes its first record with the lease of the newest answer, if that still runs."""
     driver, _, _ = found()
-    decision = driver.state.decision
+    decision = driver.state.newest.decision
     assert decision is not None
     late, early = AgentSession("a", "i"), AgentSession("a", "i")
     for session in (late, early):
@@ -554,7 +556,7 @@ def test_an_agent_without_a_record_waits_longest_for_an_answer() -> None:
 
 def test_the_first_record_of_a_slow_coordinator_counts_as_an_answer() -> None:
     driver, _, _ = found()
-    decision = driver.state.decision
+    decision = driver.state.newest.decision
     assert decision is not None
     session = AgentSession("a", "i")
     welcome(session, 100.0)
@@ -579,7 +581,7 @@ def test_a_refused_connection_renews_only_the_lease_of_its_own_address() -> None
 
 def test_a_record_of_a_term_that_was_not_promised_is_not_taken() -> None:
     driver, _, _ = found()
-    decision = driver.state.decision
+    decision = driver.state.newest.decision
     assert decision is not None
     session = AgentSession("a", "i", promised=m.Term(5, "x"))
     session.handle(m.Connected("host:1"), 0.0)
@@ -592,7 +594,7 @@ def test_a_record_of_a_term_that_was_not_promised_is_not_taken() -> None:
 
 def test_ranks_get_a_record_before_the_coordinator_hears_of_it() -> None:
     driver, _, _ = found()
-    decision = driver.state.decision
+    decision = driver.state.newest.decision
     assert decision is not None
     session = AgentSession("a", "i")
     session.handle(m.Connected("host:1"), 0.0)
@@ -604,7 +606,7 @@ def test_ranks_get_a_record_before_the_coordinator_hears_of_it() -> None:
 
 def test_a_record_that_comes_without_a_lease_waits_for_one() -> None:
     driver, _, _ = found()
-    decision = driver.state.decision
+    decision = driver.state.newest.decision
     assert decision is not None
     session = AgentSession("a", "i")
     session.handle(m.Connected("host:1"), 0.0)
@@ -630,13 +632,13 @@ def test_a_coordinator_that_has_moved_declares_nobody_lost_that_it_has_not_heard
     driver = Driver(
         granted=True,
         has_directory=True,
-        decision=before.state.decision,
+        decision=before.state.newest.decision,
         own=True,
         address="here",
         addresses=frozenset(addresses),
     )
     ref = record(before).ref
-    a = driver.open("a", decision=m.DecisionRef(before.state.term, ref.generation, ref.digest, True))
+    a = driver.open("a", decision=m.DecisionRef(before.state.office.term, ref.generation, ref.digest, True))
     driver.hear(a, m.Ready(report("a", ref)))
     driver.wait_with(a, 60)
     if addresses == {"here"}:
@@ -655,10 +657,14 @@ def test_a_coordinator_that_has_moved_declares_nobody_lost_that_it_has_not_heard
 def test_an_agent_that_has_come_to_where_the_coordinator_is_now_is_lost_like_any_other() -> None:
     before, _, _ = found(has_directory=True, address="there")
     driver = Driver(
-        has_directory=True, decision=before.state.decision, own=True, address="here", addresses=frozenset({"there"})
+        has_directory=True,
+        decision=before.state.newest.decision,
+        own=True,
+        address="here",
+        addresses=frozenset({"there"}),
     )
     ref = record(before).ref
-    known = m.DecisionRef(before.state.term, ref.generation, ref.digest, True)
+    known = m.DecisionRef(before.state.office.term, ref.generation, ref.digest, True)
     a, b = driver.open("a", decision=known), driver.open("b", decision=known)
     driver.hear(a, m.Ready(report("a", ref)))
     driver.do(m.SessionClosed(b))
@@ -713,7 +719,7 @@ def test_a_coordinator_does_not_look_at_all_reports_whenever_an_agent_comes(monk
 # UNACCEPTED
 def test_an_agent_that_comes_back_without_accepting_the_record_is_lost_and_stays_so_until_it_does() -> None:
     driver, a, b = found()
-    first = driver.state.decision
+    first = driver.state.newest.decision
     assert first is not None
     for session, agent in ((a, "a"), (b, "b")):
         driver.hear(session, m.Ready(report(agent, first.record.ref)))
@@ -726,7 +732,9 @@ def test_an_agent_that_comes_back_without_accepting_the_record_is_lost_and_stays
         pushed += driver.hear(b, m.Hello("b", "b", b, decision=first.ref))
         assert driver.hear(b, m.Heartbeat(1)) == [m.Send(b, m.HeartbeatAnswer(1, False))]
         out += driver.wait_with(a, 1.5)
-    assert [i.message for i in pushed if isinstance(i.message, m.Welcome)] == [m.Welcome(driver.state.term, False)] * 9
+    assert [i.message for i in pushed if isinstance(i.message, m.Welcome)] == [
+        m.Welcome(driver.state.office.term, False)
+    ] * 9
     assert sum(isinstance(i.message, m.Push) for i in pushed) == 9
     assert driver.state.absences.lost == {"b"}
     assert m.Send(a, m.EndGeneration(2, EndCause("is lost", ("b",)))) in out
@@ -738,14 +746,14 @@ def test_an_agent_that_comes_back_without_accepting_the_record_is_lost_and_stays
     assert driver.state.absences.lost == {"b"}
     out = driver.hear(b, m.Accepted(2, second.digest))
     assert driver.state.absences.lost == set()
-    assert m.Send(b, m.Welcome(driver.state.term, True, over=2)) in out
+    assert m.Send(b, m.Welcome(driver.state.office.term, True, over=2)) in out
     assert driver.hear(b, m.Heartbeat(2)) == [m.Send(b, m.HeartbeatAnswer(2, True))]
 
 
 # UNACCEPTED
 def test_an_agent_that_is_left_out_of_the_record_that_it_owed_is_welcomed_as_a_joiner() -> None:
     driver, a, b = found()
-    first = driver.state.decision
+    first = driver.state.newest.decision
     assert first is not None
     for session, agent in ((a, "a"), (b, "b")):
         driver.hear(session, m.Ready(report(agent, first.record.ref)))
@@ -757,7 +765,7 @@ def test_an_agent_that_is_left_out_of_the_record_that_it_owed_is_welcomed_as_a_j
     driver.hear(b, m.Hello("b", "b", b, decision=first.ref))
     out = driver.hear(a, m.Ready(report("a", record(driver).ref)))
     assert record(driver).agents == ("a",)
-    assert m.Send(b, m.Welcome(driver.state.term, True, over=2)) in out
+    assert m.Send(b, m.Welcome(driver.state.office.term, True, over=2)) in out
 
 
 # UNACCEPTED

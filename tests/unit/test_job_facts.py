@@ -244,8 +244,8 @@ def test_the_successors_of_an_agent_whose_record_is_dropped_do_not_count_for_eve
     driver.hear(a, m.Ready(report("a", ref)))
     assert record(driver).agents == ("a", "b")
     driver.do(m.SessionClosed(b))
-    driver.hear(a, m.Promise(m.Term(driver.state.number + 1, "other")))
-    driver.hear(a, m.Promise(driver.state.term))
+    driver.hear(a, m.Promise(m.Term(driver.state.office.number + 1, "other")))
+    driver.hear(a, m.Promise(driver.state.office.term))
     assert record(driver).agents == ("a",)
     assert sent(driver.wait_with(a, driver.state.timeouts.lost_after_s + 1)) == {a: JobFacts()}
 
@@ -269,7 +269,7 @@ def test_the_facts_of_an_agent_that_is_in_the_record_no_more_end_with_it() -> No
     other, other_a, _ = found()
     other.wait_with(other_a, other.state.timeouts.lost_after_s + 1)
     other.hear(other_a, m.Ready(report("a", record(other).ref)))
-    decision = other.state.decision
+    decision = other.state.newest.decision
     assert decision is not None
     assert decision.record.agents == ("a",)
     decision = replace(decision, term=m.Term(9, "other"))
@@ -291,7 +291,7 @@ def test_a_difference_of_states_is_told_once_and_by_a_member() -> None:
 
 def test_a_difference_of_states_reaches_an_agent_of_that_generation_that_had_no_session() -> None:
     driver, a, b = found()
-    known = driver.state.decision
+    known = driver.state.newest.decision
     assert known is not None
     difference = m.JobFailed(4, 1, "they differ")
     driver.do(m.SessionClosed(b))
@@ -323,11 +323,11 @@ def test_an_agent_sends_its_facts_in_each_session() -> None:
 # FACTS-ALONE
 def test_an_agent_that_takes_part_alone_tells_no_facts() -> None:
     driver, _, b = found()
-    both = driver.state.decision
+    both = driver.state.newest.decision
     assert both is not None
     driver.hear(b, m.Goodbye())
     driver.hear(1, m.Ready(report("a", record(driver).ref)))
-    alone = driver.state.decision
+    alone = driver.state.newest.decision
     assert alone is not None
     session = AgentSession("a", "a")
     session.handle(m.Notify(COMING), 0.0)
@@ -359,10 +359,10 @@ def test_what_a_record_changes_is_told_after_what_was_so_before() -> None:
     driver = Driver(granted=True)
     a = driver.open("a")
     driver.hear(a, m.Ready(report("a")))
-    alone, (both, _, _) = driver.state.decision, found()
+    alone, (both, _, _) = driver.state.newest.decision, found()
     assert alone is not None
-    assert both.state.decision is not None
-    later = replace(both.state.decision, record=replace(record(both), generation=2, parent=alone.record.digest))
+    assert both.state.newest.decision is not None
+    later = replace(both.state.newest.decision, record=replace(record(both), generation=2, parent=alone.record.digest))
     alone, later = (replace(each, term=m.Term(1, "c")) for each in (alone, later))
     session = AgentSession("a", "a")
     sent: list[m.AgentMessage] = []

@@ -241,7 +241,7 @@ def test_nobody_comes_back_while_one_path_is_broken() -> None:
 # REACHED
 def test_a_coordinator_that_was_started_again_lets_nobody_back_before_all_have_told_whom_they_reach() -> None:
     former, _ = left_out()
-    decision = former.state.decision
+    decision = former.state.newest.decision
     assert decision is not None
     driver = Driver(granted=True, decision=decision)
     a, b, c = (driver.open(agent, session=2, decision=decision.ref) for agent in "abc")

@@ -11,9 +11,9 @@ from tests.unit.coordinator_driver import Driver, found, record, report
 def restarted() -> tuple[Driver, m.DecisionRef]:
     """A coordinator without a directory, after the one that has founded the job with a and b."""
     before, _, _ = found()
-    assert before.state.decision is not None
-    driver = Driver(number=5, decision=before.state.decision)
-    return driver, before.state.decision.ref
+    assert before.state.newest.decision is not None
+    driver = Driver(number=5, decision=before.state.newest.decision)
+    return driver, before.state.newest.decision.ref
 
 
 def test_the_operators_word_is_about_absent_agents_alone() -> None:
@@ -27,7 +27,7 @@ def test_the_operators_word_is_about_absent_agents_alone() -> None:
     driver.wait(60)
     assert (driver.state.in_office, driver.state.absences.lost) == (False, set())
     out = driver.hear(2, m.Hello("a", incarnation="a", session=2, decision=ref))
-    out += driver.hear(2, m.Promise(driver.state.term))
+    out += driver.hear(2, m.Promise(driver.state.office.term))
     assert [i.message.in_office for i in out if isinstance(i, m.Send) and isinstance(i.message, m.Welcome)][-1]
     driver.hear(2, m.Ready(report("a", record(driver).ref)))
     driver.wait_with(2, driver.state.timeouts.lost_after_s + 1)
@@ -42,7 +42,7 @@ def test_an_agent_that_comes_back_after_the_operators_word_must_promise() -> Non
     driver.hear(7, m.Hello("b", incarnation="b", session=7, decision=ref))
     assert not driver.state.in_office
     assert driver.hear(a, m.Heartbeat(1)) == [m.Send(a, m.HeartbeatAnswer(1, False))]
-    driver.hear(7, m.Promise(driver.state.term))
+    driver.hear(7, m.Promise(driver.state.office.term))
     assert driver.state.in_office
     assert driver.hear(a, m.Heartbeat(2)) == [m.Send(a, m.HeartbeatAnswer(2, True))]
 
@@ -52,22 +52,22 @@ def test_a_higher_term_does_not_bring_back_those_that_have_exited() -> None:
     driver, ref = restarted()
     a = driver.open("a", decision=ref)
     driver.do(m.OfficeGranted())
-    driver.hear(a, m.Promise(m.Term(driver.state.number + 3, "other")))
+    driver.hear(a, m.Promise(m.Term(driver.state.office.number + 3, "other")))
     assert not driver.state.in_office
-    driver.hear(a, m.Promise(driver.state.term))
+    driver.hear(a, m.Promise(driver.state.office.term))
     assert driver.state.in_office
 
 
 def test_a_higher_term_takes_back_that_no_directory_is_needed() -> None:
     """Somebody has it, perhaps."""
     before, _, _ = found(has_directory=True)
-    assert before.state.decision is not None
-    driver = Driver(number=5, decision=before.state.decision)
-    a = driver.open("a", decision=before.state.decision.ref)
+    assert before.state.newest.decision is not None
+    driver = Driver(number=5, decision=before.state.newest.decision)
+    a = driver.open("a", decision=before.state.newest.decision.ref)
     driver.do(m.OfficeGranted())
     assert driver.state.in_office
-    driver.hear(a, m.Promise(m.Term(driver.state.number + 3, "other")))
-    driver.hear(a, m.Promise(driver.state.term))
+    driver.hear(a, m.Promise(m.Term(driver.state.office.number + 3, "other")))
+    driver.hear(a, m.Promise(driver.state.office.term))
     assert not driver.state.in_office
     assert "state directory" in driver.state.word_awaited
 
@@ -100,17 +100,17 @@ def test_a_directory_gives_no_office_over_a_record_that_agents_have_brought() ->
     without, _, _ = found()
     with_one, _, _ = found(has_directory=True)
     assert Driver(has_directory=True).state.in_office
-    assert with_one.state.own
-    assert with_one.state.decision is not None
-    assert Driver(has_directory=True, decision=with_one.state.decision, own=True).state.in_office
+    assert with_one.state.newest.own
+    assert with_one.state.newest.decision is not None
+    assert Driver(has_directory=True, decision=with_one.state.newest.decision, own=True).state.in_office
     other = Driver(granted=True, has_directory=True)
-    hello = m.Hello("a", incarnation="a", session=1, decision=with_one.state.decision.ref)
+    hello = m.Hello("a", incarnation="a", session=1, decision=with_one.state.newest.decision.ref)
     other.hear(1, hello)
-    other.hear(1, m.KnownDecision(with_one.state.decision))
-    assert (other.state.in_office, other.state.own) == (False, False)
-    driver = Driver(number=5, has_directory=True, decision=without.state.decision)
+    other.hear(1, m.KnownDecision(with_one.state.newest.decision))
+    assert (other.state.in_office, other.state.newest.own) == (False, False)
+    driver = Driver(number=5, has_directory=True, decision=without.state.newest.decision)
     assert not driver.state.in_office
-    assert without.state.decision is not None
+    assert without.state.newest.decision is not None
     for agent in ("a", "b"):
-        driver.open(agent, decision=without.state.decision.ref)
+        driver.open(agent, decision=without.state.newest.decision.ref)
     assert driver.state.in_office

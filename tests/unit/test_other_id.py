@@ -16,7 +16,7 @@ def hello_of(session: AgentSession) -> m.Hello:
 
 def test_it_keeps_what_it_has_promised_and_accepted() -> None:
     driver, _, _ = found()
-    decision = driver.state.decision
+    decision = driver.state.newest.decision
     assert decision is not None
     session = AgentSession("a", "i", promised=m.Term(7, "x"), decision=decision).under("a.2")
     hello = hello_of(session)
@@ -31,7 +31,7 @@ def test_it_keeps_what_it_has_promised_and_accepted() -> None:
 
 def test_its_promise_counts_for_the_former_id_too() -> None:
     before, _, _ = found()
-    decision = before.state.decision
+    decision = before.state.newest.decision
     assert decision is not None
     driver = Driver(number=5, decision=decision)
     driver.open("b", decision=decision.ref)
@@ -43,12 +43,12 @@ def test_its_promise_counts_for_the_former_id_too() -> None:
 
 def test_a_record_that_the_former_id_had_accepted_is_learned() -> None:
     driver, _, _ = found()
-    newer = driver.state.decision
+    newer = driver.state.newest.decision
     assert newer is not None
     other = Driver(granted=True)
     other.hear(1, m.Hello("a.2", incarnation="a", session=1, former="a", former_decision=newer.ref))
-    assert other.state.decision is None
+    assert other.state.newest.decision is None
     other.hear(1, m.KnownDecision(newer))
-    assert other.state.decision == newer
+    assert other.state.newest.decision == newer
     assert not other.state.in_office
     assert other.state.sessions.begun[1].seen is None, "the new id is a joiner"

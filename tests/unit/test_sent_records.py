@@ -15,17 +15,17 @@ def decided_for_c() -> tuple[Driver, m.Decision, m.Decision, int, int, int]:
     """A coordinator with generation 1 of a and b and, of a later term, generation 2, which c joins and nobody has
     accepted."""
     driver, a, b = found()
-    first = driver.state.decision
+    first = driver.state.newest.decision
     for session in (a, b):
         driver.hear(session, m.Accepted(*record(driver).ref))
     driver.hear(a, m.Promise(m.Term(3, "other")))
     for session in (a, b):
-        driver.hear(session, m.Promise(driver.state.term))
+        driver.hear(session, m.Promise(driver.state.office.term))
     joiner = driver.open("c")
     driver.hear(joiner, m.Ready(report("c")))
     for agent, session in (("a", a), ("b", b)):
         driver.hear(session, m.Ready(report(agent, record(driver).ref)))
-    second = driver.state.decision
+    second = driver.state.newest.decision
     assert first is not None
     assert second is not None
     assert (first.record.agents, second.record.agents) == (("a", "b"), ("a", "b", "c"))
@@ -38,8 +38,8 @@ def test_a_record_that_nobody_has_accepted_ends_with_the_office() -> None:
     driver, first, _, a, b, _ = decided_for_c()
     driver.do(m.SessionClosed(b))
     driver.hear(a, m.Promise(m.Term(7, "other")))
-    assert (driver.state.in_office, driver.state.decision) == (False, first)
-    driver.hear(a, m.Promise(driver.state.term))
+    assert (driver.state.in_office, driver.state.newest.decision) == (False, first)
+    driver.hear(a, m.Promise(driver.state.office.term))
     assert not driver.state.in_office, "b may be led by the other one"
     assert "agent b of the last record has not come back" in driver.state.word_awaited
 
@@ -55,9 +55,9 @@ def test_whoever_has_accepted_a_record_brings_it_back(says_hello: bool) -> None:
         out = driver.hear(9, m.KnownDecision(second))
     else:
         driver.hear(b, m.Promise(m.Term(7, "other")))
-        assert driver.state.decision != second
+        assert driver.state.newest.decision != second
         out = driver.hear(a, m.Accepted(*second.record.ref))
-    assert (driver.state.in_office, driver.state.decision) == (False, second)
+    assert (driver.state.in_office, driver.state.newest.decision) == (False, second)
     assert not pushed(out, joiner), "out of office"
 
 
@@ -79,14 +79,14 @@ def test_news_are_those_of_a_later_term_whatever_came_before() -> None:
     for agent in ("a", "b"):
         number = other.open(agent, decision=first.ref)
         other.hear(number, m.Ready(report(agent, first.record.ref)))
-    assert other.state.decision is not None
-    earlier = replace(other.state.decision, term=m.Term(2, "other"))
+    assert other.state.newest.decision is not None
+    earlier = replace(other.state.newest.decision, term=m.Term(2, "other"))
     assert first.term < earlier.term < second.term
     driver.do(m.SessionClosed(b))
     hello = m.Hello("b", incarnation="b", session=9, term=m.Term(7, "other"), decision=earlier.ref)
     assert m.Send(9, m.RequestDecision(earlier.record.digest)) in driver.hear(9, hello)
     driver.hear(9, m.KnownDecision(earlier))
-    assert driver.state.decision == earlier
+    assert driver.state.newest.decision == earlier
 
 
 def test_a_decision_of_a_later_term_is_newer_whatever_its_generation() -> None:
@@ -105,7 +105,7 @@ def pushed(out: list[Any], session: int) -> bool:
 def test_a_joiner_that_is_not_sent_a_record_need_not_report_again() -> None:
     """Another record may follow in place of the one that waits to be accepted."""
     driver, a, b = found()
-    first = driver.state.decision
+    first = driver.state.newest.decision
     assert first is not None
     for session in (a, b):
         driver.hear(session, m.Accepted(*record(driver).ref))
@@ -113,7 +113,7 @@ def test_a_joiner_that_is_not_sent_a_record_need_not_report_again() -> None:
     driver.hear(joiner, m.Ready(report("c")))
     for agent, session in (("a", a), ("b", b)):
         driver.hear(session, m.Ready(report(agent, first.record.ref)))
-    unaccepted = driver.state.decision
+    unaccepted = driver.state.newest.decision
     assert unaccepted is not None
     assert unaccepted.record.agents == ("a", "b", "c")
     for session in (a, b):
@@ -122,7 +122,7 @@ def test_a_joiner_that_is_not_sent_a_record_need_not_report_again() -> None:
     for agent in ("a", "b"):
         number = other.open(agent, decision=first.ref)
         other.hear(number, m.Ready(report(agent, first.record.ref)))
-    second = other.state.decision
+    second = other.state.newest.decision
     assert second is not None
     assert second.record.agents == ("a", "b")
     for agent in ("a", "b"):
@@ -130,8 +130,8 @@ def test_a_joiner_that_is_not_sent_a_record_need_not_report_again() -> None:
         hello = m.Hello(agent, incarnation=agent, session=number, term=second.term, decision=second.ref)
         driver.hear(number, hello)
         driver.hear(number, m.KnownDecision(second))
-        out = driver.hear(number, m.Promise(driver.state.term))
-    out += driver.hear(joiner, m.Promise(driver.state.term))
+        out = driver.hear(number, m.Promise(driver.state.office.term))
+    out += driver.hear(joiner, m.Promise(driver.state.office.term))
     assert record(driver) == second.record
     assert sorted(driver.state.reports()) == ["c"]
     assert any(isinstance(i, m.Send) and isinstance(i.message, m.JoinNotice) for i in out)
@@ -140,7 +140,7 @@ def test_a_joiner_that_is_not_sent_a_record_need_not_report_again() -> None:
 def decided_without_b() -> tuple[Driver, m.Decision, int]:
     """A coordinator with generation 1 of a and b and, since b has exited, generation 2 of a alone, which a was sent."""
     driver, a, b = found()
-    first = driver.state.decision
+    first = driver.state.newest.decision
     assert first is not None
     for session in (a, b):
         driver.hear(session, m.Accepted(*first.record.ref))
@@ -168,7 +168,7 @@ def test_no_state_is_lost_with_a_record_that_nobody_has_accepted(is_accepted: st
         driver.hear(a, m.Ready(report("a", record(driver).ref)))
     driver.hear(a, m.Goodbye("the job is preempted"))
     out = returned(driver, first, tip=first.record.committed)
-    followed = driver.state.decision
+    followed = driver.state.newest.decision
     assert followed is not None
     lost = [i.message for i in out if isinstance(i, m.Send) and isinstance(i.message, m.JobUnrecoverable)]
     if is_accepted:
