@@ -209,7 +209,9 @@ class CoordinatorServer:
             return Refused(f"an agent of job {job} is connecting: try again")
         why = state.word_awaited
         if not why:
-            return Refused(f"job {job} needs no word: this coordinator leads it ({state.reason or 'it is running'})")
+            return Refused(
+                f"job {job} needs no word: this coordinator leads it ({state.next_decision.reason or 'it is running'})"
+            )
         self._log(f"job {job}: an operator grants office: {why}")
         self._handle(found, OfficeGranted())
         record = state.record
@@ -360,7 +362,7 @@ class CoordinatorServer:
             everywhere=self._is_everywhere,
         )
         if name in self._ended:
-            state.finished, state.unrecoverable = self._ended.pop(name)
+            state.newest.finished, state.unrecoverable = self._ended.pop(name)
         return _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
 
     def _tick(self) -> None:
@@ -373,12 +375,12 @@ class CoordinatorServer:
                 self._handle(job, OfficeGranted())
             self._probe_absent(job)
             state = job.state
-            why = state.reason if state.awaits_word else state.overdue_office
+            why = state.next_decision.reason if state.next_decision.awaits_word else state.overdue_office
             if why and why != job.awaited:
                 self._log(f"job {job.name}: {why} (`elasticgang grant`)")
             job.awaited = why
             is_kept = self._options.directory is not None or state.newest.decision is None
-            if (is_kept or state.finished or state.unrecoverable) and self._is_abandoned(job):
+            if (is_kept or state.newest.finished or state.unrecoverable) and self._is_abandoned(job):
                 self._forget(job)
 
     def _close_silent(self, now_s: float) -> None:
@@ -393,7 +395,7 @@ class CoordinatorServer:
     def _is_abandoned(self, job: _Job) -> bool:
         if job.connections or job.num_writes or job.events or job.state.is_deciding:
             return False
-        return job.state.is_abandoned or (job.state.finished and self._options.directory is not None)
+        return job.state.is_abandoned or (job.state.newest.finished and self._options.directory is not None)
 
     def _forget(self, job: _Job) -> None:
         """SERVE-FORGET"""
@@ -401,9 +403,9 @@ class CoordinatorServer:
             probe.cancel()
         del self._jobs[job.name]
         state = job.state
-        if self._options.directory is None and (state.finished or state.newest.decision is not None):
+        if self._options.directory is None and (state.newest.finished or state.newest.decision is not None):
             lost = "every agent of the job has gone, and its coordinator has no state directory"
-            self._ended[job.name] = state.finished, "" if state.finished else state.unrecoverable or lost
+            self._ended[job.name] = state.newest.finished, "" if state.newest.finished else state.unrecoverable or lost
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
 

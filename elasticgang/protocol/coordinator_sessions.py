@@ -8,7 +8,7 @@ SENDER   An agent speaks for itself alone: of its own members, and of a generati
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from elasticgang.protocol.coordinator_messages import (
@@ -36,42 +36,26 @@ class Session:
 
 @dataclass
 class Sessions:
-    """`begun`: by the number of the connection."""
+    """By the number of the connection. `waiting`: their hello waits until `KnownDecision` comes. `number_of`: by agent:
+    the one that has begun."""
 
     begun: dict[int, Session] = field(default_factory=dict)
-    _number_of: dict[str, int] = field(default_factory=dict)
-    _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes
+    waiting: dict[int, Hello] = field(default_factory=dict)
+    number_of: dict[str, int] = field(default_factory=dict)
     _asked: dict[str, int] = field(default_factory=dict)  # by agent: the newest connection that was put there
     _incarnations: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def agents(self) -> Collection[str]:
-        return self._number_of.keys()
-
-    @property
-    def are_none(self) -> bool:
-        return not self.begun and not self._unlearned
-
-    def number_of(self, agent: str) -> int | None:
-        return self._number_of.get(agent)
-
     def of(self, agent: str) -> Session | None:
-        number = self._number_of.get(agent)
+        number = self.number_of.get(agent)
         return None if number is None else self.begun[number]
-
-    def has_hello(self, number: int) -> bool:
-        return number in self.begun or number in self._unlearned
-
-    def awaits_decision(self, number: int) -> bool:
-        return number in self._unlearned
 
     def opened_by(self, agent: str) -> dict[int, int]:
         """The sessions that the agent has here, begun or not, and their numbers there."""
         found = {}
-        begun, asked = self._number_of.get(agent), self._asked.get(agent)
+        begun, asked = self.number_of.get(agent), self._asked.get(agent)
         if begun is not None:
             found[begun] = self.begun[begun].number
-        if asked is not None and (waiting := self._unlearned.get(asked)) is not None:
+        if asked is not None and (waiting := self.waiting.get(asked)) is not None:
             found[asked] = waiting.session
         return found
 
@@ -87,15 +71,15 @@ class Sessions:
         seen = None if hello.decision is None else RecordRef(hello.decision.generation, hello.decision.digest)
         session = self.begun[number] = Session(hello.agent, hello.session, seen)
         session.has_told = hello.session == 1  # RESEND: else it tells its facts, whatever they are
-        self._number_of[hello.agent] = number
+        self.number_of[hello.agent] = number
         return session
 
     def await_decision(self, number: int, hello: Hello) -> None:
-        self._unlearned[number], self._asked[hello.agent] = hello, number
+        self.waiting[number], self._asked[hello.agent] = hello, number
 
     def take_waiting(self, number: int) -> Hello | None:
         """The hello of a session that waits for a decision. It waits no more."""
-        waiting = self._unlearned.pop(number, None)
+        waiting = self.waiting.pop(number, None)
         if waiting is not None and self._asked.get(waiting.agent) == number:
             del self._asked[waiting.agent]
         return waiting
@@ -104,13 +88,13 @@ class Sessions:
         self.take_waiting(number)
         session = self.begun.pop(number, None)
         if session is not None:
-            del self._number_of[session.agent]
+            del self.number_of[session.agent]
         return session
 
     def named_agents(self) -> set[str]:
         """Those that have a session, or are about to, and those for which these speak."""
         formers = {session.former for session in self.begun.values()}
-        return formers.union(self._number_of, [waiting.agent for waiting in self._unlearned.values()])
+        return formers.union(self.number_of, [waiting.agent for waiting in self.waiting.values()])
 
     def keep(self, agents: Container[str]) -> None:
         """FORMER: forget the processes of all others."""

@@ -5,12 +5,15 @@ CUT-1  Of two agents with a broken path between them at most one takes part: a g
 CUT-2  None is left out without which the others could not go on. If that leaves a broken path, those that do not reach
     the first in turn are left out before the others, or the second, up to `_MAX_FIRST`. If each of these leaves a
     broken path, nobody is left out: all try again, as if nothing were known of paths.
+REACHED  While some agents are left out of the newest record, because they and others do not reach each other (NEXT-10),
+    the coordinator ends it at a step boundary, as for a joiner, once one of them and all that take part do. It does not
+    before all of these have told it in their sessions whom they reach, such as after its restart.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 _MAX_FIRST = 4
 
@@ -44,6 +47,22 @@ def find_cut_off(
         if not paths[agent] & stay:  # those for which it was left out were, too
             stay.add(agent)
     return {agent: tuple(sorted(paths[agent] & stay)) for agent in gone if agent not in stay}
+
+
+def any_comes_back(
+    away: Collection[str], agents: Iterable[str], unreached_by: Callable[[str], Collection[str] | None]
+) -> bool:
+    """REACHED: whether one of those that are `away` and all other `agents` reach each other. `unreached_by`: None while
+    it is not known."""
+    back = {agent for agent in away if (unreached := unreached_by(agent)) is not None and not {*unreached} - {*away}}
+    for agent in agents:
+        if not back:
+            return False
+        if agent not in away:
+            if (unreached := unreached_by(agent)) is None:
+                return False
+            back.difference_update(unreached)
+    return bool(back)
 
 
 def _leave_out(

@@ -159,6 +159,9 @@ class GatheredFacts:
         """By agent: those that its host does not reach. Without those that reach all."""
         return {agent: facts.unreached for agent, facts in self._of.items() if facts.unreached}
 
+    def unreached_by(self, agent: str) -> tuple[str, ...]:
+        return self._of.get(agent, NO_FACTS).unreached
+
     def changed(self, *, on_tick: bool = False) -> JobFacts | None:
         """What to send to all sessions now; None: they know it (FACTS-JOB, FACTS-TICK)."""
         facts = self.sent

@@ -24,17 +24,19 @@ class NewestDecision:
     """`decision`: from the state directory, from agents, or made here. `own`: as of `Persist`. `parents`: unless there
     are none, one of these has yet to accept the record (ACCEPT). `before`: the decision before, until an agent has
     accepted the newest; `given_up`: the newest that was dropped (BACK). `owing`: agents that were here without having
-    accepted the record (UNACCEPTED). `over`, `joining`: as of `Welcome`."""
+    accepted the record (UNACCEPTED). `finished`, `over`, `joining`: as of `Welcome`."""
 
     has_directory: bool = False
     decision: Decision | None = None
     own: bool = False
+    finished: bool = False
     parents: frozenset[str] = frozenset()
     before: Decision | None = None
     given_up: Decision | None = None
     owing: set[str] = field(default_factory=set)
     over: int = 0
     joining: int = 0
+    _finished_in: int = 0  # the newest generation in which an agent says that it has finished
     _timed_out: int = 0  # the newest generation in which a collective has timed out
 
     @property
@@ -128,3 +130,13 @@ class NewestDecision:
             return False
         self.joining = generation
         return True
+
+    def finish(self, generation: int) -> bool:
+        """An agent has finished the job in that generation. Whether it is news that the job has finished."""
+        self._finished_in = max(self._finished_in, generation)
+        is_news, self.finished = not self.finished, True
+        return is_news
+
+    @property
+    def has_finished_in_it(self) -> bool:
+        return self.record is not None and self.record.generation == self._finished_in

@@ -254,7 +254,7 @@ class CoordinatorProcess:
             return
         promises.check_decision(cluster, self, decision)
         promises.check_cut_off(self.state, decision.record)
-        cluster.chain.note_decision(decision, self.state.proposal)
+        cluster.chain.note_decision(decision, self.state.next_decision.proposal)
         self.num_pushed = 0
 
     def receive(self, cluster: Cluster, session: SimulatedSession) -> None:

@@ -32,10 +32,10 @@ def check_session(host: Host) -> None:
     facts = session.facts
     if facts != NO_FACTS and session.decision is not None and session.decision.record.agents == (session.agent,):
         facts = facts.alone()  # FACTS-ALONE
-    told = state.agent_facts.get(session.agent, NO_FACTS)
+    told = state.facts.by_agent.get(session.agent, NO_FACTS)
     if told != facts:
         raise Violation(f"TOLD-1: {coordinator.name} knows {told} of {host.name}, which has {facts}")
-    known, of_job = host.facts, state.job_facts
+    known, of_job = host.facts, state.facts.sent
     if known is of_job:
         return
     # A failure that is taken back is not told of: who knows it may (FACTS-JOB).
@@ -47,7 +47,7 @@ def check_sums(name: str, state: CoordinatorState) -> None:
     """TOLD-2. `state`: of the coordinator `name`, which has just looked for agents that were silent for long."""
     if state.is_deciding:
         return
-    facts, of_job = state.agent_facts, state.job_facts
+    facts, of_job = state.facts.by_agent, state.facts.sent
     if of_job.have_successors != any(each.has_successors for each in facts.values()):
         raise Violation(f"TOLD-2: {name} knows {of_job} of the job, but {facts} of its agents")
     failures = {(agent, failure.member) for agent, each in facts.items() for failure in each.failures}

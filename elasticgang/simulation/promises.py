@@ -50,7 +50,11 @@ def may_found(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
 def may_grant(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
     """WORD-1"""
     state = coordinator.state
-    if (state.in_office and not state.awaits_word) or state.newest.decision is None or len(cluster.living()) > 1:
+    if (
+        (state.in_office and not state.next_decision.awaits_word)
+        or state.newest.decision is None
+        or len(cluster.living()) > 1
+    ):
         return False
     if coordinator.is_stopped:  # it reads the word only once it goes on
         return False
@@ -178,7 +182,7 @@ def check_cut_off(state: CoordinatorState, record: Record) -> None:
     if not record.cut_off:
         return
     away = {each.agent for each in record.cut_off}
-    unreached = {agent: facts.unreached for agent, facts in state.agent_facts.items()}
+    unreached = state.facts.unreached
     pairs = {frozenset((agent, other)) for agent, others in unreached.items() for other in others}
     for one, other in map(tuple, pairs):
         if not away & {one, other} and record.has_agent(one) and record.has_agent(other):

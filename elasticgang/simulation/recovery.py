@@ -166,7 +166,7 @@ def _operate(cluster: Cluster, do: Callable[[Move], None], num_whole: int) -> in
     (c,) = cluster.living()
     num_added = 0
     state = c.state
-    if num_whole and (" needed" in state.reason or "agents are here" in state.reason):
+    if num_whole and (" needed" in state.next_decision.reason or "agents are here" in state.next_decision.reason):
         do(("host", f"joins with {num_whole}"))
         num_added = 1
     if cluster.is_possible((c.name, "founds")):
@@ -204,7 +204,8 @@ def standstill(cluster: Cluster) -> str:
     )
     coordinators = "; ".join(
         f"{c.name} {'in office' if c.state.in_office else 'not in office'} at "
-        f"{0 if c.state.record is None else c.state.record.generation} ({c.state.reason}) {c.state.unrecoverable}"
+        f"{0 if c.state.record is None else c.state.record.generation} ({c.state.next_decision.reason}) "
+        f"{c.state.unrecoverable}"
         for c in cluster.living()
     )
     return f"generation {generation}; {hosts}; {coordinators}"

@@ -213,7 +213,7 @@ def test_a_report_is_sent_again_to_a_restarted_coordinator(tmp_path: Path, monke
         a.end_generation()
         assert job.server is not None
         state = job.server.state_of("job")
-        while state is None or "a" not in state.reports():
+        while state is None or "a" not in state.reports.counting():
             await asyncio.sleep(0.01)
         await job.stop()
         await job.start()

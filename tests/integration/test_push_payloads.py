@@ -99,5 +99,5 @@ async def _are_ready(job: Job, agents: list[Agent]) -> None:
     assert job.server is not None
     state = job.server.state_of("job")
     assert state is not None
-    while not {agent.name for agent in agents} <= state.reports().keys():
+    while not {agent.name for agent in agents} <= state.reports.counting().keys():
         await asyncio.sleep(0.01)

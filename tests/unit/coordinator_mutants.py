@@ -21,12 +21,15 @@ from elasticgang.protocol.coordinator_sessions import Sessions
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.job_facts import JobFacts
 from elasticgang.protocol.newest_decision import NewestDecision
+from elasticgang.protocol.next_decision import NextDecision
 from elasticgang.protocol.office import Office
 from elasticgang.protocol.record import Record, Report
+from elasticgang.protocol.record_delivery import RecordDelivery
+from elasticgang.protocol.reports import Reports
 from tests.unit.patches import Patch, always
 
 _decide = CoordinatorState._decide
-_welcome = CoordinatorState._welcome
+_welcome = RecordDelivery._welcome
 _renew = AgentSession._renew
 
 
@@ -63,35 +66,34 @@ def _in_office_by_term(self: Office) -> bool:
     return self.granted or (decision is not None and bool(self._promises & set(decision.record.agents)))
 
 
-def _counts_without_promise(self: CoordinatorState, agent: str, report: Report) -> bool:
-    record = self.record
+def _counts_without_promise(self: Reports, agent: str, report: Report) -> bool:
+    record = self.newest.record
     if record is not None and agent in record.agents:
         return report.newest_record == record.ref
     return report.newest_record.generation == 0 or (record is not None and record.builds_on(report.newest_record))
 
 
-def _counts_across_a_record(self: CoordinatorState, agent: str, report: Report) -> bool:
+def _counts_across_a_record(self: Reports, agent: str, report: Report) -> bool:
     session = self.sessions.of(agent)
     return session is not None and session.promised and _counts_without_promise(self, agent, report)
 
 
-def _counts_whatever_it_knows(self: CoordinatorState, agent: str, report: Report) -> bool:
+def _counts_whatever_it_knows(self: Reports, agent: str, report: Report) -> bool:
     session = self.sessions.of(agent)
     return session is not None and session.promised
 
 
-def _skip_absent(self: CoordinatorState, record: Record) -> str | None:
-    reports = self.reports()
-    present = [a for a in record.agents if a not in self.absences.lost and a in self.sessions.agents]
-    return "somebody is not ready" if any(agent not in reports for agent in present) else None
+def _skip_absent(self: NextDecision, record: Record) -> str | None:
+    missing = self.reports.missing(record, self.absences.lost)
+    return "somebody is not ready" if any(agent in self.sessions.number_of for agent in missing) else None
 
 
-def _welcome_without_notices(self: CoordinatorState, session: Any) -> Welcome:
+def _welcome_without_notices(self: RecordDelivery, session: Any) -> Welcome:
     return replace(_welcome(self, session), over=0, joining=0)
 
 
-def _welcome_whoever_owes(self: CoordinatorState, session: Any) -> Welcome:
-    return replace(_welcome(self, session), in_office=self.in_office)
+def _welcome_whoever_owes(self: RecordDelivery, session: Any) -> Welcome:
+    return replace(_welcome(self, session), in_office=self.office.is_held)
 
 
 def _notices_lost(self: AgentSession, over: int, joining: int) -> Any:
@@ -162,8 +164,8 @@ def _hello_free_once_lost(self: CoordinatorState, number: int, hello: Hello) -> 
 
 
 def _exit_unheard_after_the_end(self: CoordinatorState, agents: Any, *, has_left: bool = False) -> Any:
-    if self.finished and self.record is not None:
-        self._finished_in = self.record.generation
+    if self.newest.finished and self.record is not None:
+        self.newest.finish(self.record.generation)
     return _declare_lost(self, agents, has_left=has_left)
 
 
@@ -173,9 +175,11 @@ def _leave_office_in_despair(self: CoordinatorState) -> None:
     self.unrecoverable = unrecoverable
 
 
-def _give_up_over_the_unaccepted(self: CoordinatorState, record: Any, reports: Any) -> Any:
-    self.newest.before = None
-    return _next(self, record, reports)
+def _give_up_over_the_unaccepted(self: NextDecision, now_s: float, *, on_tick: bool) -> Any:
+    record = self.newest.record
+    if record is not None and self._waits(record) is None:
+        self.newest.before = None
+    return _look(self, now_s, on_tick=on_tick)
 
 
 def _keep_office_at_a_term(self: CoordinatorState, term: Term) -> Any:
@@ -208,11 +212,11 @@ _connected = AgentSession._connected
 _push = AgentSession._push
 _hello = CoordinatorState._hello
 _learn_term = CoordinatorState._learn_term
-_next = CoordinatorState._next
+_look = NextDecision.look
 _declare_lost = CoordinatorState._declare_lost
 _leave_office = CoordinatorState._leave_office
 _learn = CoordinatorState._learn
-_tell_undecided = CoordinatorState._tell_undecided
+_overdue_reason = NextDecision.overdue_reason
 
 
 def _forget_but_reports(self: CoordinatorState, number: int) -> Any:
@@ -227,13 +231,13 @@ def _over_once(self: AgentSession, address: str, now_s: float) -> Any:
     return out
 
 
-def _tell_undecided_once(self: CoordinatorState) -> Any:
-    if vars(self).get("was_told") == self.reason:
-        return []
-    out = _tell_undecided(self)
-    if out:
-        vars(self)["was_told"] = self.reason
-    return out
+def _overdue_once(self: NextDecision, now_s: float) -> str:
+    reason = _overdue_reason(self, now_s)
+    if vars(self).get("was_told") == reason:
+        return ""
+    if reason:
+        vars(self)["was_told"] = reason
+    return reason
 
 
 def _tell_facts_after_the_record(self: AgentSession, push: Push, now_s: float) -> Any:
@@ -248,7 +252,7 @@ def _hello_without_facts(self: CoordinatorState, number: int, hello: Hello) -> A
 
 
 def _drop_in_silence(self: CoordinatorState, agents: Any) -> Any:
-    self._facts.drop(agents)
+    self.facts.drop(agents)
     return []
 
 
@@ -266,18 +270,18 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "office is kept at a higher term": ((CoordinatorState, "_learn_term", _keep_office_at_a_term),),
     "others' records are not learned": ((NewestDecision, "is_news", always(False)),),
     "reports outlive their session": (
-        (CoordinatorState, "_counts", _counts_without_promise),
+        (Reports, "_counts", _counts_without_promise),
         (CoordinatorState, "_forget_session", _forget_but_reports),
     ),
-    "a report counts although it crosses a record": ((CoordinatorState, "_counts", _counts_across_a_record),),
-    "reports of earlier generations count": ((CoordinatorState, "_counts", _counts_whatever_it_knows),),
+    "a report counts although it crosses a record": ((Reports, "_counts", _counts_across_a_record),),
+    "reports of earlier generations count": ((Reports, "_counts", _counts_whatever_it_knows),),
     "lost before it is fenced": ((Absences, "beyond", _silent_at_once),),
     "leases of another address are not thought of": ((Office, "may_be_led_elsewhere", always(False)),),
     "a coordinator's standstill counts": ((Absences, "advance", _never_advance),),
-    "absent agents are not waited for": ((CoordinatorState, "_waits", _skip_absent),),
+    "absent agents are not waited for": ((NextDecision, "_waits", _skip_absent),),
     "directories and promises are mixed": ((Office, "_needs_directory", always(False)),),
     "notices are sent once": (
-        (CoordinatorState, "_welcome", _welcome_without_notices),
+        (RecordDelivery, "_welcome", _welcome_without_notices),
         (AgentSession, "_notices", _notices_lost),
     ),
     "the operator's word stands for all agents": ((Office, "_absent", staticmethod(_excuse_all)),),
@@ -285,8 +289,8 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a record that nobody has accepted outlives its office": ((CoordinatorState, "_leave_office", _keep_unaccepted),),
     "joiners are sent a record at once": ((NewestDecision, "_must_accept", always(frozenset())),),
     "an id is free once its agent is lost": ((CoordinatorState, "_hello", _hello_free_once_lost),),
-    "an agent that accepts no record is heard": ((CoordinatorState, "_owes", always(False)),),
-    "an agent that accepts no record gets a lease": ((CoordinatorState, "_welcome", _welcome_whoever_owes),),
+    "an agent that accepts no record is heard": ((RecordDelivery, "is_due", always(False)),),
+    "an agent that accepts no record gets a lease": ((RecordDelivery, "_welcome", _welcome_whoever_owes),),
     "two processes have one id": ((Sessions, "is_duplicate", always(False)),),
     "a lease runs from the answer": ((AgentSession, "_renew", _renew_from_the_answer),),
     "any refusal renews the lease": ((AgentSession, "_refused", _refused_anywhere),),
@@ -302,10 +306,8 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "an exit after the end ends no generation": ((CoordinatorState, "_declare_lost", _exit_unheard_after_the_end),),
     "what is lost stays lost out of office": ((CoordinatorState, "_leave_office", _leave_office_in_despair),),
     "what is lost stays lost": ((CoordinatorState, "_reconsider", always(None)),),
-    "a state is lost with a record that nobody has accepted": (
-        (CoordinatorState, "_next", _give_up_over_the_unaccepted),
-    ),
-    "why a proposal is undecided is told once": ((CoordinatorState, "_tell_undecided", _tell_undecided_once),),
+    "a state is lost with a record that nobody has accepted": ((NextDecision, "look", _give_up_over_the_unaccepted),),
+    "why a proposal is undecided is told once": ((NextDecision, "overdue_reason", _overdue_once),),
     "equal numbers are one term": ((CoordinatorState, "_learn_term", _learn_higher_numbers),),
     "facts cross a record": ((AgentSession, "_push", _tell_facts_after_the_record),),
     "a new session is sent no facts": ((CoordinatorState, "_hello", _hello_without_facts),),

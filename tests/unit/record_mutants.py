@@ -34,8 +34,12 @@ from elasticgang.protocol.cut_off import find_cut_off
 from elasticgang.protocol.job_facts import AgentFacts, GatheredFacts, JobFacts, KnownSuccessors, Wait
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.newest_decision import NewestDecision
+from elasticgang.protocol.next_decision import NextDecision
+from elasticgang.protocol.office import Office
 from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
+from elasticgang.protocol.record_delivery import RecordDelivery
 from elasticgang.protocol.record_form import RecordForm, digest_of_line
+from elasticgang.protocol.reports import Reports
 from elasticgang.session import messages
 from tests.unit import (
     coordinator_driver,
@@ -70,13 +74,13 @@ _apply_delta = record_delta.apply_delta
 
 
 def _is_without_sessions(self: CoordinatorState) -> bool:
-    return self.sessions.are_none and not self.is_deciding
+    return not (self.sessions.begun or self.sessions.waiting or self.is_deciding)
 
 
 def _founds_again(self: CoordinatorState) -> Any:
-    finished, self.finished = self.finished, False
+    finished, self.newest.finished = self.newest.finished, False
     out = _coordinator_decides(self)
-    self.finished = finished
+    self.newest.finished = finished
     return out
 
 
@@ -225,7 +229,7 @@ RECORD_MUTANTS = {
         partial(test_coordinator_notices.test_an_agent_whose_ranks_are_all_spares_costs_no_step, Goodbye()),
     ),
     "nobody is told for whom the job waits": UnitMutant(
-        ((CoordinatorState, "_tell_waiting", always([])),),
+        ((NextDecision, "overdue_agents", lambda self, now_s, is_ended: ""),),
         test_coordinator_notices.test_agents_are_told_for_whom_they_wait_once_the_generation_is_over,
     ),
     "nobody is told of a late disk": UnitMutant(
@@ -273,7 +277,7 @@ RECORD_MUTANTS = {
         test_coordinator_state.test_an_agent_without_a_record_waits_longest_for_an_answer,
     ),
     "an agent reports as another one": UnitMutant(
-        ((CoordinatorState, "_not_its_own", always(None)),),
+        ((Reports, "why_not_its_own", always(None)),),
         lambda: test_coordinator_state.test_an_agent_speaks_for_itself_alone(
             Ready(coordinator_driver.report("b")), is_closed=True
         ),
@@ -283,7 +287,7 @@ RECORD_MUTANTS = {
         test_coordinator_state.test_only_members_end_a_generation_and_only_the_present_one,
     ),
     "an agent that comes back stays excused": UnitMutant(
-        ((CoordinatorState, "_recall", always(None)),),
+        ((Office, "recall", always(None)),),
         test_operators_word.test_an_agent_that_comes_back_after_the_operators_word_must_promise,
     ),
     "the higher generation is newer": UnitMutant(
@@ -291,7 +295,7 @@ RECORD_MUTANTS = {
         test_sent_records.test_a_decision_of_a_later_term_is_newer_whatever_its_generation,
     ),
     "joiners go on alone": UnitMutant(
-        ((CoordinatorState, "_is_alone", always(False)),),
+        ((NextDecision, "_is_alone", always(False)),),
         test_coordinator_state.test_joiners_with_a_checkpoint_do_not_go_on_alone,
     ),
     "who has exited has left": UnitMutant(
@@ -305,7 +309,7 @@ RECORD_MUTANTS = {
         test_sent_records.test_whoever_was_never_sent_the_record_before_is_sent_it_when_the_coordinator_goes_back,
     ),
     "lost agents come back as they are": UnitMutant(
-        ((CoordinatorState, "_is_ancestor", staticmethod(always(True))),),
+        ((RecordDelivery, "evict", always([])),),
         test_coordinator_state.test_a_lost_agent_with_an_ancestor_of_the_record_may_come_back_and_another_is_evicted,
     ),
     "chains are told apart by number": UnitMutant(
@@ -387,7 +391,7 @@ RECORD_MUTANTS = {
         test_left_out_hosts.test_who_alone_holds_the_state_stays_although_it_reaches_the_fewest,
     ),
     "spares go on with a job that has finished": UnitMutant(
-        ((CoordinatorState, "_has_seated", always(True)),),
+        ((NextDecision, "_has_seated", always(True)),),
         test_left_out_hosts.test_when_the_others_have_finished_no_record_follows_for_a_host_that_is_left_out,
     ),
     "a host that was left out stays out": UnitMutant(

@@ -256,7 +256,7 @@ def test_a_report_of_another_record_does_not_count() -> None:
     joiner, stranger = driver.open("c"), driver.open("d")
     driver.hear(joiner, m.Ready(report("c")))
     driver.hear(stranger, m.Ready(report("d", RecordRef(1, "of another chain"))))
-    assert sorted(driver.state.reports()) == ["b", "c"]
+    assert sorted(driver.state.reports.counting()) == ["b", "c"]
     assert driver.state.record is not None
     assert driver.state.record.generation == 1
     driver.hear(a, m.Ready(report("a", record(driver).ref)))
@@ -297,7 +297,7 @@ def test_a_report_that_crosses_a_record_does_not_count() -> None:
     assert (second.agents, second.generation) == (("a",), 2)
     driver.hear(a, m.Accepted(*second.ref))
     driver.hear(b, m.Ready(report("b")))
-    assert driver.state.reports() == {}
+    assert driver.state.reports.counting() == {}
     driver.hear(b, m.Accepted(*first))
     driver.hear(b, m.Ready(report("b", first)))
     driver.hear(a, m.Ready(report("a", second.ref)))
@@ -703,7 +703,7 @@ def test_a_coordinator_does_not_look_at_all_reports_whenever_an_agent_comes(monk
         looks.append(len(proposal))
         return next_record(record, proposal, *rest)
 
-    monkeypatch.setattr("elasticgang.protocol.coordinator_state.next_record", look)
+    monkeypatch.setattr("elasticgang.protocol.next_decision.next_record", look)
     driver = Driver(granted=True)
     names = [f"a{number:02}" for number in range(40)]
     for name in names[:-1]:

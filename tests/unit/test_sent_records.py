@@ -133,7 +133,7 @@ def test_a_joiner_that_is_not_sent_a_record_need_not_report_again() -> None:
         out = driver.hear(number, m.Promise(driver.state.office.term))
     out += driver.hear(joiner, m.Promise(driver.state.office.term))
     assert record(driver) == second.record
-    assert sorted(driver.state.reports()) == ["c"]
+    assert sorted(driver.state.reports.counting()) == ["c"]
     assert any(isinstance(i, m.Send) and isinstance(i.message, m.JoinNotice) for i in out)
 
 
