@@ -362,8 +362,7 @@ class CoordinatorState:
         self.absences.exited.discard(hello.agent)
         if hello.agent not in self.newest.owing or not self._delivery.is_due(session):
             self._hear_back(hello.agent)
-        if self._delivery.is_due(session):
-            self.newest.owing.add(hello.agent)
+        self._delivery.hear(session)
         if hello.finished:
             out += self._finish(hello.finished)
         out += self._learn_term(hello.term)
@@ -506,7 +505,7 @@ class CoordinatorState:
 
     def _lift(self) -> Instructions:
         """ACCEPT is met: the others are sent the record."""
-        parents, self.newest.parents = self.newest.parents, frozenset()
+        parents = self.newest.lift()
         return self._delivery.send_to_all(but=parents) if self.in_office else []  # else once this coordinator is
 
     # -- what agents say

@@ -104,6 +104,11 @@ class NewestDecision:
         self.own |= is_first and self.has_directory
         return is_first and self.has_directory
 
+    def lift(self) -> frozenset[str]:
+        """ACCEPT is met. Those that had to accept the record."""
+        parents, self.parents = self.parents, frozenset()
+        return parents
+
     def may_be_undone(self, present: Iterable[str]) -> bool:
         """BACK: whether an agent that is not present may have accepted the record that was given up."""
         return self.given_up is not None and not self._must_accept(self.record, self.given_up.record).issubset(present)
