@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -319,6 +320,19 @@ def holds_gradients(module: Any) -> bool:
         if group._partial_reduce_output is not None:
             return True
     return False
+
+
+def init_dtypes_within(module: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let a `fully_shard` module find out within `context` in which dtype it reduces gradients. It does so in its first
+    forward, from the parameters that require gradients then. If none does, it would later reduce gradients in the dtype
+    in which backward computes them."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+
+        def init(plain: Callable[[], None] = group._init_mp_dtypes) -> None:
+            with context():
+                plain()
+
+        group._init_mp_dtypes = init
 
 
 def forget_iteration(module: Any) -> None:

@@ -24,6 +24,8 @@ SHARDED-9  No parameter lies along the replica groups, as on a mesh of `rdp` and
 SHARDED-10  Where `fully_shard` shards parameters over `sdp`, a warning names trainable ones that it leaves out, such as
     those beside the layers if only these were given to it: it does not add their gradients over the sdp gang, whose
     ranks would train each its own. An error would refuse a module that adds them by itself.
+SHARDED-11  `fully_shard` reduces the gradients of all parameters that required one at construction in the same dtype,
+    whatever is frozen in the first forward: in that of a rank that restarts, it may be a whole module.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from elasticgang.member.seat_state import along_replica_groups
 from elasticgang.protocol.form import Form
 from elasticgang.protocol.shortened import shortened
 from elasticgang.state.dtensor import like, local, local_gradient
-from elasticgang.torch_private import forget_iteration, holds_gradients
+from elasticgang.torch_private import forget_iteration, holds_gradients, init_dtypes_within
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
 from elasticgang.train.slot_sum import counts_of
@@ -115,6 +117,7 @@ class ShardedDataParallel(nn.Module):
         for part in self._fsdp_modules():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+            init_dtypes_within(part, self._trainable.required)  # SHARDED-11
         manager.add_reducer(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elasticgang as eg
@@ -94,6 +94,42 @@ def test_another_dtype_than_that_of_the_parameters_is_refused() -> None:
     assert scatter.allocate((3,), dtype=torch.float32, device=CPU).shape == (3,)
     with pytest.raises(eg.InvalidOperationError, match=r"of layers.0 adds those of the ranks in torch.bfloat16"):
         scatter.allocate((3,), dtype=torch.bfloat16, device=CPU)
+
+
+class Scatter:
+    """Tells in which dtypes gradients are reduced."""
+
+    def __init__(self) -> None:
+        self.dtypes: list[torch.dtype] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.dtypes.append(dtype)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
+        output_tensor.copy_(input_tensor.view(2, -1)[0])
+
+
+# SHARDED-11
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_are_reduced_in_one_dtype_whatever_is_frozen_in_the_first_forward(
+    is_frozen: bool, mesh: DeviceMesh
+) -> None:
+    """As on a rank that restarts while a layer is frozen."""
+    module, scatter = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Scatter()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for each in (module[1], module):
+        fully_shard(each, mesh=mesh, mp_policy=policy)
+    eg.ShardedDataParallel(eg.join(layout=eg.ParallelLayout()), module)
+    cast(FSDPModule, module[1]).set_custom_reduce_scatter(cast(Any, scatter))
+    module[1].requires_grad_(not is_frozen)
+    module(torch.ones(1, 2)).sum().backward()
+    assert set(scatter.dtypes) == (set() if is_frozen else {torch.float32})
+    assert all(each.requires_grad != is_frozen for each in module[1].parameters())
+    module[1].requires_grad_(True)
+    module(torch.ones(1, 2)).sum().backward()
+    assert set(scatter.dtypes) == {torch.float32}
+    assert all(each.grad is not None and each.grad.dtype is torch.float32 for each in module[1].parameters())
 
 
 # SCATTER-2
