@@ -402,6 +402,11 @@ class AllocatesVectors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **options)
 
 
+def has_scaled(scaler: Any) -> bool:
+    """Whether an enabled `GradScaler` has multiplied anything by its scale. It makes a tensor of that then."""
+    return bool(scaler.is_enabled()) and scaler._scale is not None
+
+
 # one call for many small gradients
 copy_all: Callable[..., None] = torch._foreach_copy_
 add_all: Callable[..., None] = torch._foreach_add_

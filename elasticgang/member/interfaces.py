@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from elasticgang.protocol.record import CheckpointRef, FormerState, Holder, Mode
 
 if TYPE_CHECKING:
     from elasticgang.member.manager import Step
+
+_T = TypeVar("_T")
 
 
 class Forms(Protocol):
@@ -56,6 +58,9 @@ class StateServer(Protocol):
         """`name_of`: the whole model's name of a tensor, from the one in its module."""
 
     def is_registered(self, item: object) -> bool: ...
+
+    def registered_of(self, kind: type[_T]) -> list[_T]:
+        """The registered objects of this class that are neither modules nor optimizers."""
 
     def without(self, parameters: Sequence[Tensor]) -> list[int]:
         """The numbers of those of `parameters` that are in nothing that is registered."""

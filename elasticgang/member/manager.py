@@ -21,7 +21,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ from elasticgang.protocol.record import Record
 from elasticgang.protocol.sample_positions import BatchShape
 
 log = logging.getLogger("elasticgang")
+
+_T = TypeVar("_T")
 
 
 class Step:
@@ -191,6 +194,7 @@ class QuorumManager:
         self._stepped = 0  # the generation of the last step
         self._registered = False
         self.slot_keeper: SlotKeeper | None = None
+        self.scalers: WeakSet[object] = WeakSet()  # of gradients, that optimizers have been given
         self._make_checkpoints = make_checkpoints
         self._pid = os.getpid()
         rendezvous.ban(Ban.NO_STEP)  # BAN-1
@@ -295,6 +299,10 @@ class QuorumManager:
     def is_registered(self, item: object) -> bool:
         """Whether `item` is part of the training state, by `register_state` or `build`."""
         return self._state_server.is_registered(item)
+
+    def registered_of(self, kind: type[_T]) -> list[_T]:
+        """The objects of this class in the training state that are neither modules nor optimizers."""
+        return self._state_server.registered_of(kind)
 
     def unregistered(self, parameters: Sequence[Tensor]) -> list[int]:
         """The numbers of those of `parameters` that are no part of the training state."""

@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -44,6 +44,8 @@ from elasticgang.state.transport import Channel
 from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
+
+_T = TypeVar("_T")
 
 EXCLUSIVE_TIMEOUT_S = 10.0
 READER_END_TIMEOUT_S = 10.0
@@ -123,6 +125,10 @@ class SnapshotServer:
 
     def is_registered(self, item: object) -> bool:
         return self._state.is_registered(item)
+
+    def registered_of(self, kind: type[_T]) -> list[_T]:
+        """As of `RegisteredState`."""
+        return self._state.registered_of(kind)
 
     def without(self, parameters: Sequence[Tensor]) -> list[int]:
         """As of `RegisteredState`."""

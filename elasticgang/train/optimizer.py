@@ -13,6 +13,8 @@ OPTIMIZER-3  The parameter groups stay those of the first step. A rank that star
 OPTIMIZER-4  An apply begins with the same seeds of torch's generators on every rank: what an optimizer draws, and what
     the script draws after the step, does not depend on the slots that a rank has computed.
 OPTIMIZER-5  The optimizer and all parameters that it trains are registered state: a rank that joins would lack others.
+OPTIMIZER-6  A warning tells of a scaler by which losses are not multiplied, or gradients are not divided: optimizers
+    such as AdamW hide the factor. An error would refuse a script that does one of both by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from elasticgang.layout import MODEL_AXES
 from elasticgang.member.manager import QuorumManager
 from elasticgang.state.dtensor import is_first_replica, replicating_dims, stored
 from elasticgang.state.optimizer_settings import settings_form
-from elasticgang.torch_private import divide_all, multiply_all
+from elasticgang.torch_private import divide_all, has_scaled, multiply_all
 from elasticgang.train import exact_square
 from elasticgang.train.data import mixed, seed_generators
 from elasticgang.train.loss_scale import next_state
@@ -44,6 +46,7 @@ log = logging.getLogger("elasticgang")
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _COMMUNICATING = frozenset({"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer"})
+_SCALER = torch.amp.GradScaler
 _MIXING = frozenset({"Adafactor", "LBFGS", "Muon"})  # of torch.optim: what they do to an element depends on others
 
 
@@ -84,6 +87,9 @@ class Optimizer:
         self._is_known = False  # `_check_registered`
         self._groups: list[list[Tensor]] | None = None  # as of the first step (OPTIMIZER-3)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scaler_is_known = False  # `_check_scaled`
+        if scaler is not None:
+            manager.scalers.add(scaler)
         if self._scaler is not None and any(each.dtype is torch.float16 for each in self._parameters()):
             raise ValueError(
                 "`optimizer` must have no float16 parameters where gradients are scaled: keep float32 parameters, and "
@@ -326,6 +332,23 @@ class Optimizer:
 
     def _check_elementwise(self) -> None:
         """OPTIMIZER-2. Raises NotSupportedError."""
+    def _check_scaled(self) -> None:
+        """OPTIMIZER-6. This rank has had slots."""
+        if self._scaler_is_known:
+            return
+        self._scaler_is_known, manager = True, self._manager
+        if self._scaler is not None:
+            if manager.layout.pp == 1 and not has_scaled(self._scaler):  # the last stage alone knows the losses
+                log.warning(
+                    "the scaler has scaled no loss, but the gradients are divided by its scale: call "
+                    "`scaler.scale(loss).backward()`, unless the script multiplies the losses by the scale itself"
+                )
+        elif any(has_scaled(each) and each not in manager.scalers for each in manager.registered_of(_SCALER)):
+            log.warning(
+                "a registered scaler has scaled losses, but no optimizer divides the gradients by its scale: give it "
+                "to `eg.Optimizer(manager, optimizer, scaler=scaler)`"
+            )
+
         if self._has_checked or not self._manager.is_reproducible:
             return
         self._has_checked = True

@@ -250,6 +250,50 @@ def test_a_parameter_that_no_wrapped_module_has_is_named_once(caplog: pytest.Log
     assert told[0].startswith("2 parameters of the optimizer, the first of the shape [5, 2], are in no wrapped module")
 
 
+def test_a_parameter_that_comes_into_the_wrapped_module_later_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As those of adapters: the ranks reduce what the module had when it was wrapped."""
+    manager = eg.join()
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model = eg.DistributedDataParallel(manager, module)
+    module.append(torch.nn.Linear(2, 5))
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.register_state(model=model, optim=optim)
+    with next(manager.steps(1)):
+        with model.accumulate(last=True):
+            model(torch.ones(1, 2)).sum().backward()
+        assert optim.step(weight=1.0)
+    told = "2 parameters of the optimizer, the first of the shape [5, 2], are in no wrapped module, as it was when"
+    assert [line for line in caplog.messages if line.startswith(told)]
+
+
+# OPTIMIZER-6
+@pytest.mark.parametrize(
+    ("is_given", "is_scaled", "told"),
+    [
+        (True, True, None),
+        (False, False, None),
+        (True, False, "the scaler has scaled no loss"),
+        (False, True, "a registered scaler has scaled losses, but no optimizer divides"),
+    ],
+)
+def test_a_scale_by_which_nothing_is_multiplied_or_divided_has_a_warning(
+    is_given: bool, is_scaled: bool, told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, scaler = eg.join(), torch.amp.GradScaler("cpu")
+    model = eg.DistributedDataParallel(manager, torch.nn.Linear(2, 2))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optim = eg.Optimizer(manager, sgd, scaler=scaler if is_given else None)
+    manager.register_state(model=model, optim=optim, scaler=scaler)
+    for step in manager.steps(2):
+        with step:
+            with model.accumulate(last=True):
+                loss = model(torch.ones(1, 2)).sum()
+                (scaler.scale(loss) if is_scaled else loss).backward()
+            assert optim.step(weight=1.0)
+    assert len(caplog.messages) == (told is not None)
+    assert all(line.startswith(told or "") for line in caplog.messages)
+
+
 class Noisy(torch.optim.SGD):
     """Draws in its step, as optimizers with noise or stochastic rounding do."""
 
