@@ -229,8 +229,12 @@ class Reducer(Protocol):
         """What the reductions of a step are, in order: all ranks of the gang must have the same."""
 
     @property
+    def reduced(self) -> Sequence[Tensor]:
+        """The parameters whose gradients it reduces."""
+
+    @property
     def trained(self) -> Sequence[bool]:
-        """Of each parameter whose gradient it reduces, in order, whether it requires one now."""
+        """Of each of them, in order, whether it requires one now."""
 
     @property
     def has_started(self) -> bool:

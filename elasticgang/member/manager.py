@@ -309,11 +309,12 @@ class QuorumManager:
         return self._state_server.without(parameters)
 
     def unreduced(self, parameters: Sequence[Tensor]) -> list[int]:
-        """The numbers of those of `parameters` that are in no wrapped module; none, if no module is wrapped."""
-        wrapped = [reducer for reducer in self._driver.reducers if isinstance(reducer, torch.nn.Module)]
-        if not wrapped or len(wrapped) < len(self._driver.reducers):
+        """The numbers of those of `parameters` whose gradients no wrapped module reduces; none, if no module is
+        wrapped."""
+        reducers = self._driver.reducers
+        if not reducers or not all(isinstance(reducer, torch.nn.Module) for reducer in reducers):
             return []
-        known = {id(each) for module in wrapped for each in module.parameters()}
+        known = {id(each) for reducer in reducers for each in reducer.reduced}
         return [number for number, each in enumerate(parameters) if id(each) not in known]
 
     def stages_of(self, parameter: Tensor) -> Sequence[int]:

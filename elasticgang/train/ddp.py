@@ -21,6 +21,9 @@ DDP-9  A gradient lies in its bucket in the order in which its parameter lies in
     numbers. `GradBucket.gradients` takes every parameter to be contiguous and real, and is not used.
 DDP-10  The wrappers of a rank reduce in the order in which they were made, because a rank without slots does. If the
     backward of one comes before that of an earlier one, its buckets wait for the vote.
+DDP-11  Where parameters lie in memory in another order than when the buckets were cut, as after `to(memory_format=)`,
+    every rank cuts them anew before the first forward of a step. Otherwise only a rank that an exception has made do
+    so would have the new order, and the ranks would add the gradients of different elements.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -84,11 +87,20 @@ class _Reduced:
 
 class _FixedBuckets(nn.parallel.DistributedDataParallel):
     """DDP-2. With `find_unused_parameters` torch cuts the buckets at construction. Without it, torch would cut them at
-    the first backward, so `fix` does it."""
+    the first backward, so `fix` does it. They have the parameters of `trainable`, whatever `module` has now
+    (TRAINABLE-1)."""
+
+    def __init__(self, module: nn.Module, trainable: Trainable, **options: Any) -> None:
+        self._named = dict(zip(trainable.parameters, trainable.names, strict=True))
+        super().__init__(module, **options)
 
     def _build_params_for_reducer(self) -> Any:
-        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
+        super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        parameters = list(self._named)
+        return parameters if self.find_unused_parameters else parameters[::-1], [False] * len(parameters)
+
+    def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
+        return {number: self._named[parameter] for number, parameter in enumerate(parameters)}
 
     def fix(self, empty: Callable[[int, torch.dtype], Tensor]) -> list[list[Tensor]]:
         """Cut the buckets now, in memory of `empty`. Returns the parameters of each."""
@@ -171,6 +183,7 @@ class DistributedDataParallel(nn.Module):
         self._own: list[Tensor | None] = []  # this rank's gradients, as of `finish`
         self._waiting: list[tuple[Tensor, Tensor, int]] = []  # gradients whose reduction is to come (DDP-7)
         self._accumulates = False
+        self._has_followed = False  # in this step (DDP-11)
         self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
         self._has_warned = False
         self._build()
@@ -188,6 +201,7 @@ class DistributedDataParallel(nn.Module):
             warnings.simplefilter("ignore")
             ddp = _FixedBuckets(
                 self.module,
+                self._trainable,
                 process_group=ProcessGroupDummy(0, 1),
                 init_sync=False,
                 forward_sync_buffers=False,
@@ -198,6 +212,7 @@ class DistributedDataParallel(nn.Module):
         ddp.register_comm_hook(None, self._hook)
         self._parameters_of = ddp.fix(empty)  # each bucket
         self._places_of = [_places_of(parameters) for parameters in self._parameters_of]
+        self._strides = _strides_of(self._trainable.parameters)
         self._ddp = [ddp]  # in a list, so that it is not a submodule: its parameters would appear twice
 
     @property
@@ -233,6 +248,7 @@ class DistributedDataParallel(nn.Module):
         self._manager.compare_trained()
         if self._reduced:
             raise _late()
+        self._follow_strides()
         if self._of_slots is not None:
             self._of_slots.enter_slot()
         # torch's reducer must not look for unused parameters here: it raises if an earlier slot's gradient is gone.
@@ -266,6 +282,10 @@ class DistributedDataParallel(nn.Module):
     @property
     def form(self) -> Form:
         return self._trainable.form(f"DistributedDataParallel({self._options})", self._parameters_of)
+
+    @property
+    def reduced(self) -> list[nn.Parameter]:
+        return self._trainable.parameters
 
     @property
     def trained(self) -> list[bool]:
@@ -307,6 +327,7 @@ class DistributedDataParallel(nn.Module):
     def contribute(self) -> None:
         self._trainable.check()
         self._check_late()
+        self._follow_strides()
         self._waiting = []
         if len(self._reduced) == len(self._parameters_of):
             self._start_in_turn()
@@ -365,9 +386,18 @@ class DistributedDataParallel(nn.Module):
                 if not count:
                     parameter.grad = None
 
+    def _follow_strides(self) -> None:
+        """DDP-11. Raises InvalidOperationError: a parameter has another dtype than its bucket."""
+        if self._has_followed:
+            return
+        self._has_followed = True
+        self._trainable.check_dtypes()
+        if _strides_of(self._trainable.parameters) != self._strides:
+            self._rebuild()
+
     def _forget(self) -> None:
         self._pending, self._reduced, self._num_started, self._waiting = [], [], 0, []
-        self._is_under_way = False
+        self._is_under_way = self._has_followed = False
 
     def drop(self, *, rebuild: bool) -> None:
         for work in self._pending:
@@ -409,6 +439,10 @@ def _places_of(parameters: list[Tensor]) -> list[_Place]:
         places.append(_Place(parameter.shape, like.stride(), start, parameter.is_complex()))
         start += parameter.numel() * (2 if parameter.is_complex() else 1)
     return places
+
+
+def _strides_of(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [parameter.stride() for parameter in parameters]
 
 
 def _late() -> InvalidOperationError:

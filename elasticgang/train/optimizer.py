@@ -156,6 +156,8 @@ class Optimizer:
         self._check_groups()
         self._check_registered()
         self._check_elementwise()
+        if weight > 0:
+            self._check_scaled()
         is_exact = self._manager.is_reproducible and not self._has_own_meshes()
         measures: Callable[[], list[float]] | None = None
         if max_norm is not None and (is_exact or self._manager.layout.unit > 1):
@@ -324,14 +326,12 @@ class Optimizer:
             )
         if left := self._manager.unreduced(trained):
             log.warning(
-                "%s in no wrapped module: the ranks do not sum the gradients, unless the script does so itself. Wrap "
-                "one module that has all parameters.",
+                "%s in no wrapped module, as it was when it was wrapped: the ranks do not sum the gradients, unless "
+                "the script does so itself. Wrap one module that has all parameters.",
                 _what(trained, left),
             )
         self._is_known = True
 
-    def _check_elementwise(self) -> None:
-        """OPTIMIZER-2. Raises NotSupportedError."""
     def _check_scaled(self) -> None:
         """OPTIMIZER-6. This rank has had slots."""
         if self._scaler_is_known:
@@ -349,6 +349,8 @@ class Optimizer:
                 "to `eg.Optimizer(manager, optimizer, scaler=scaler)`"
             )
 
+    def _check_elementwise(self) -> None:
+        """OPTIMIZER-2. Raises NotSupportedError."""
         if self._has_checked or not self._manager.is_reproducible:
             return
         self._has_checked = True

@@ -178,6 +178,10 @@ class ShardedDataParallel(nn.Module):
         return self._trainable.form(f"{type(self).__name__}({self._options})", self._by_dtype.values())
 
     @property
+    def reduced(self) -> list[nn.Parameter]:
+        return self._trainable.parameters
+
+    @property
     def trained(self) -> list[bool]:
         return self._trainable.trained
 
@@ -190,6 +194,7 @@ class ShardedDataParallel(nn.Module):
         if self._has_contributed:
             return
         self._trainable.check()
+        self._trainable.check_dtypes()
         self._check_reduced()
         self._has_contributed = True
         same = [each for each in self._sample if each[0].grad is each[1]]  # not one that is laid out anew (SHARDED-3)

@@ -1,7 +1,7 @@
 """The parameters of a wrapped module whose gradients are reduced.
 
-TRAINABLE-1  They are those that require gradients when the module is wrapped, whatever a script freezes later: every
-    rank reduces the same ones in the same order, also one that starts later.
+TRAINABLE-1  They are those that require gradients when the module is wrapped, whatever a script freezes, adds or takes
+    out later: every rank reduces the same ones in the same order, also one that starts later.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Trainable:
     def __init__(self, module: nn.Module) -> None:
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
         self._others = {name: each for name, each in module.named_parameters() if not each.requires_grad}
 
     def check(self) -> None:
@@ -32,6 +33,20 @@ class Trainable:
                     "its gradient. Wrap the module while all parameters to be trained require gradients, and freeze "
                     "them by `requires_grad_(False)` afterwards."
                 )
+
+    def check_dtypes(self) -> None:
+        """Raises InvalidOperationError: a parameter has another dtype than the memory for its gradient."""
+        for parameter, dtype in zip(self.parameters, self._dtypes, strict=True):
+            if parameter.dtype is not dtype:
+                raise InvalidOperationError(
+                    f"{self._names[id(parameter)]} is {str(parameter.dtype)[6:]} now, but was {str(dtype)[6:]} when "
+                    "the module was wrapped: convert the module before you wrap it."
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """Those of `parameters` when the module was wrapped."""
+        return [self._names[id(parameter)] for parameter in self.parameters]
 
     @property
     def trained(self) -> list[bool]:

@@ -366,6 +366,107 @@ def test_buckets_that_are_made_again_after_an_error_are_the_same_whatever_is_fro
         assert (module.weight.requires_grad, module.bias.requires_grad) == (num_tries > 0, num_tries == 0)
 
 
+# TRAINABLE-1
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_buckets_stay_the_same_when_layers_go_and_come(options: dict[str, Any]) -> None:
+    """A rank that starts later wraps the module as it was."""
+    manager = eg.join(layout=eg.ParallelLayout())
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    ddp = eg.DistributedDataParallel(manager, module, **options)
+    at_first, gone = ddp.buckets, module[1]
+    optim = eg.Optimizer(manager, torch.optim.SGD(module.parameters(), lr=0.1))
+    manager.register_state(model=ddp, optim=optim)
+    has_raised = False
+    for step in manager.steps(3):
+        before = [each.detach().clone() for each in (*module[0].parameters(), *gone.parameters())]
+        with step:
+            if step.index == 1:
+                module[1] = nn.Linear(1, 1)
+            elif step.index == 2:
+                module[1] = nn.Identity()
+            for slot in eg.GlobalBatch(2, size=2, slot=1).slots(step):
+                with ddp.accumulate(last=slot.last):
+                    ddp(torch.ones(1, 1)).sum().backward()
+            if step.index and not has_raised:
+                has_raised = True
+                raise PeerLostError("a peer has died")  # torch's wrapper is made again
+            assert optim.step(weight=2.0)
+        moved = [
+            not torch.equal(*pair) for pair in zip(before, (*module[0].parameters(), *gone.parameters()), strict=True)
+        ]
+        if step.committed:
+            assert moved == [True, True, step.index == 0, step.index == 0]
+        assert [list(map(id, each)) for each in ddp.buckets] == [list(map(id, each)) for each in at_first]
+
+
+class Numbering(FakeGang):
+    """Another rank has other gradients for all elements, in the order in which they are sent."""
+
+    def _start(self, collective: Collective) -> Work:
+        for output in collective.outputs:
+            output.add_(torch.arange(1, output.numel() + 1, dtype=output.dtype).view(output.shape))
+        return Work()
+
+
+# DDP-11
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_ranks_agree_on_the_order_of_elements_where_the_script_has_changed_it(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has left a step by an exception makes its buckets again, and others have no slots, or no step yet."""
+
+    def gradient(*, is_left: bool, has_slots: bool) -> Tensor:
+        manager = eg.join(layout=eg.ParallelLayout())
+        monkeypatch.setattr(manager, "reduction", lambda family: Numbering(CPU, size=2))
+        module = nn.Conv2d(3, 4, 2, bias=False)
+        ddp = eg.DistributedDataParallel(manager, module, **options)
+        ddp.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        manager.register_state(model=ddp)
+        seen: list[Tensor] = []
+        for num_tries, step in enumerate(manager.steps(1)):
+            with step:
+                for slot in eg.GlobalBatch(1, size=1, slot=1).slots(step):
+                    if has_slots:
+                        with ddp.accumulate(last=slot.last):
+                            ddp(torch.zeros(1, 3, 2, 2)).sum().backward()
+                if is_left and num_tries == 0:
+                    raise PeerLostError("a peer has died")
+                assert manager.commit(1.0, lambda total: seen.append(grad_of(module.weight)))
+        return seen[0]
+
+    first = gradient(is_left=False, has_slots=True)
+    assert len(set(first.flatten().tolist())) == first.numel()
+    assert torch.equal(gradient(is_left=True, has_slots=True), first)
+    if not options.get("keep") and options.get("reduction") != "reproducible":
+        assert torch.equal(gradient(is_left=False, has_slots=False), first)
+
+
+@pytest.mark.parametrize("kind", [eg.DistributedDataParallel, eg.ShardedDataParallel])
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_a_module_is_converted_before_it_is_wrapped(
+    kind: type[eg.DistributedDataParallel] | type[eg.ShardedDataParallel], has_slots: bool
+) -> None:
+    manager = eg.join(layout=eg.ParallelLayout())
+    module = nn.Linear(1, 1)
+    model = kind(manager, module)
+    manager.register_state(model=model)
+    module.bfloat16()
+
+    def train(step: eg.Step) -> None:
+        if has_slots:
+            with model.accumulate(last=True):
+                model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        step.contribute()
+
+    with next(manager.steps(1)) as step:
+        with pytest.raises(eg.InvalidOperationError, match="weight is bfloat16 now, but was float32 when"):
+            train(step)
+        module.float()
+        for each in module.parameters():
+            each.grad = None
+        manager.commit(1.0, lambda total: None)
+
+
 class Heads(nn.Module):
     """Uses a head for each row, and one for all."""
 
