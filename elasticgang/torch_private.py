@@ -325,11 +325,14 @@ def holds_gradients(module: Any) -> bool:
 def init_dtypes_within(module: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
     """Let a `fully_shard` module find out within `context` in which dtype it reduces gradients. It does so in its first
     forward, from the parameters that require gradients then. If none does, it would later reduce gradients in the dtype
-    in which backward computes them."""
+    in which backward computes them. If those within `context` have several dtypes, which it refuses, others count."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
 
         def init(plain: Callable[[], None] = group._init_mp_dtypes) -> None:
-            with context():
+            try:
+                with context():
+                    plain()
+            except AssertionError:
                 plain()
 
         group._init_mp_dtypes = init

@@ -194,7 +194,8 @@ class ShardedDataParallel(nn.Module):
         if self._has_contributed:
             return
         self._trainable.check()
-        self._trainable.check_dtypes()
+        if self._of_slots is not None:
+            self._trainable.check_dtypes()
         self._check_reduced()
         self._has_contributed = True
         same = [each for each in self._sample if each[0].grad is each[1]]  # not one that is laid out anew (SHARDED-3)

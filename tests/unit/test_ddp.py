@@ -441,21 +441,22 @@ def test_ranks_agree_on_the_order_of_elements_where_the_script_has_changed_it(
         assert torch.equal(gradient(is_left=False, has_slots=False), first)
 
 
-@pytest.mark.parametrize("kind", [eg.DistributedDataParallel, eg.ShardedDataParallel])
+@pytest.mark.parametrize("options", [*OPTIONS, {"is_sharded": True, "keep": True}], ids=str)
 @pytest.mark.parametrize("has_slots", [False, True])
-def test_a_module_is_converted_before_it_is_wrapped(
-    kind: type[eg.DistributedDataParallel] | type[eg.ShardedDataParallel], has_slots: bool
-) -> None:
+def test_a_module_is_converted_before_it_is_wrapped(options: dict[str, Any], has_slots: bool) -> None:
+    options = dict(options)
+    wrap = eg.ShardedDataParallel if options.pop("is_sharded", False) else eg.DistributedDataParallel
     manager = eg.join(layout=eg.ParallelLayout())
     module = nn.Linear(1, 1)
-    model = kind(manager, module)
+    model = wrap(manager, module, **options)
     manager.register_state(model=model)
     module.bfloat16()
 
     def train(step: eg.Step) -> None:
-        if has_slots:
-            with model.accumulate(last=True):
-                model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        for slot in eg.GlobalBatch(1, size=1, slot=1).slots(step):
+            if has_slots:
+                with model.accumulate(last=slot.last):
+                    model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
         step.contribute()
 
     with next(manager.steps(1)) as step:
@@ -465,6 +466,21 @@ def test_a_module_is_converted_before_it_is_wrapped(
         for each in module.parameters():
             each.grad = None
         manager.commit(1.0, lambda total: None)
+
+
+def test_a_sharded_module_may_be_converted_after_it_is_wrapped() -> None:
+    manager = eg.join(layout=eg.ParallelLayout())
+    module = nn.Linear(1, 1)
+    model = eg.ShardedDataParallel(manager, module)
+    optim = eg.Optimizer(manager, torch.optim.SGD(module.parameters(), lr=1.0))
+    manager.register_state(model=model, optim=optim)
+    module.bfloat16()
+    before = module.bias.item()
+    with next(manager.steps(1)):
+        with model.accumulate(last=True):
+            model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        assert optim.step(weight=1.0)
+    assert module.bias.item() == pytest.approx(before - 1.0, abs=0.01)
 
 
 class Heads(nn.Module):

@@ -132,6 +132,17 @@ def test_gradients_are_reduced_in_one_dtype_whatever_is_frozen_in_the_first_forw
     assert all(each.grad is not None and each.grad.dtype is torch.float32 for each in module[1].parameters())
 
 
+# SHARDED-11
+def test_what_is_frozen_in_the_first_forward_may_have_another_dtype(mesh: DeviceMesh) -> None:
+    """torch reduces those of one dtype, such as of adapters beside weights in bfloat16."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    eg.ShardedDataParallel(eg.join(layout=eg.ParallelLayout()), module)
+    module[1].requires_grad_(False)
+    module(torch.ones(1, 2)).sum().backward()
+    assert [each.grad is not None for each in module.parameters()] == [True, True, False, False]
+
+
 # SCATTER-2
 def test_two_reductions_in_a_slot_are_refused(mesh: DeviceMesh) -> None:
     scatter, given, found = TreeReduceScatter("", {torch.float32}), torch.ones(4), torch.empty(2)
