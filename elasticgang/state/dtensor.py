@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,12 @@ def local(tensor: Tensor) -> Tensor:
     """The local part: the same memory, detached."""
     part = shard(tensor) if isinstance(tensor, DTensor) else tensor
     return part.detach()
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of the parameter's gradient, as its `grad_dtype` tells, also while it has none."""
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return dtype or parameter.dtype
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

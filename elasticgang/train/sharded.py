@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError
@@ -46,7 +47,7 @@ from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.member.seat_state import along_replica_groups
 from elasticgang.protocol.form import Form
 from elasticgang.protocol.shortened import shortened
-from elasticgang.state.dtensor import like, local, local_gradient
+from elasticgang.state.dtensor import gradient_dtype, like, local, local_gradient
 from elasticgang.torch_private import forget_iteration, holds_gradients, init_dtypes_within
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
@@ -84,7 +85,8 @@ class ShardedDataParallel(nn.Module):
         """
         super().__init__()
         check_reduction(reduction)
-        _check_meshes(module, manager.gangs)
+        if any(isinstance(each, DTensor) for each in module.parameters()):  # else there may be no generation yet
+            _check_meshes(module, manager.gangs)
         self._options = f"reduction={reduction!r}, keep={keep}"
         self.is_reproducible = reduction == "reproducible"
         self._scatters: list[TreeReduceScatter] = []
@@ -106,7 +108,7 @@ class ShardedDataParallel(nn.Module):
         self._trainable = Trainable(module)
         self._by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._trainable.parameters:
-            self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
+            self._by_dtype.setdefault(gradient_dtype(parameter), []).append(parameter)
         self._sums: list[tuple[Tensor, list[nn.Parameter], Work]] = []
         self._buckets: dict[torch.dtype, Tensor] = {}  # DDP-5
         self._has_contributed = False
@@ -208,22 +210,22 @@ class ShardedDataParallel(nn.Module):
             own = [local_gradient(parameter) for parameter in parameters]
             parts = [_part(each, parameter).flatten() for each, parameter in zip(own, parameters, strict=True)]
             parts.append(counts_of(own, dtype, parts[0].device))  # SHARDED-4
-            flat = self._bucket(dtype, parts)
+            flat = self._bucket(dtype, parts, gradient_dtype(parameters[0]))  # as on ranks without a gradient
             torch.cat(parts, out=flat)
             work = self._manager.reduction("rdp").all_reduce(flat, ReduceOperation.SUM, async_op=True)
             assert work is not None
             self._sums.append((flat, parameters, work))
 
-    def _bucket(self, dtype: torch.dtype, parts: Sequence[Tensor]) -> Tensor:
-        """Memory for `parts`: that of the step before, unless one of them still lies in it."""
-        like, num, bucket = parts[0], sum(map(Tensor.numel, parts)), self._buckets.get(dtype)
-        if bucket is not None and (bucket.numel(), bucket.dtype) == (num, like.dtype):
+    def _bucket(self, key: torch.dtype, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Memory for `parts` in `dtype`: that of the step before, unless one of them still lies in it."""
+        device, num, bucket = parts[0].device, sum(map(Tensor.numel, parts)), self._buckets.get(key)
+        if bucket is not None and (bucket.numel(), bucket.dtype) == (num, dtype):
             address = bucket.untyped_storage().data_ptr()
             if all(part.untyped_storage().data_ptr() != address for part in parts):
                 return bucket
-        is_shared = like.device.type == "cpu"
-        bucket = self._manager.empty(num, like.dtype) if is_shared else like.new_empty(num)
-        self._buckets[dtype] = bucket
+        is_shared = device.type == "cpu"
+        bucket = self._manager.empty(num, dtype) if is_shared else torch.empty(num, dtype=dtype, device=device)
+        self._buckets[key] = bucket
         return bucket
 
     @property

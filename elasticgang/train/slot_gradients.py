@@ -16,7 +16,7 @@ from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import Gang
 from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.protocol.member_state import Share
-from elasticgang.state.dtensor import like, local, local_gradient
+from elasticgang.state.dtensor import gradient_dtype, like, local, local_gradient
 from elasticgang.train.partition import slots_of
 from elasticgang.train.plain_sum import PlainSum
 from elasticgang.train.reproducible import ReproducibleSum
@@ -63,7 +63,7 @@ class SlotGradients:
         self._reduced: set[int] = set()  # groups
 
     def _empty(self, parameter: Tensor) -> Callable[[int], Tensor]:
-        manager, dtype, device = self._manager, parameter.dtype, local(parameter).device
+        manager, dtype, device = self._manager, gradient_dtype(parameter), local(parameter).device
         if device.type == "cpu":
             return lambda num: manager.empty(num, dtype)
         return lambda num: torch.empty(num, dtype=dtype, device=device)

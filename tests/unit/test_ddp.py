@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -481,6 +481,51 @@ def test_a_sharded_module_may_be_converted_after_it_is_wrapped() -> None:
             model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
         assert optim.step(weight=1.0)
     assert module.bias.item() == pytest.approx(before - 1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "reproducible"}, {"keep": True}], ids=str)
+@pytest.mark.parametrize("kind", [eg.DistributedDataParallel, eg.ShardedDataParallel])
+def test_a_module_of_plain_tensors_is_wrapped_before_the_first_generation(
+    kind: type[eg.DistributedDataParallel] | type[eg.ShardedDataParallel], options: dict[str, Any]
+) -> None:
+    layout = eg.ParallelLayout()
+    rendezvous = LocalRendezvous(layout, CPU)
+    manager = eg.QuorumManager(rendezvous, SnapshotServer(), layout, CPU)
+    del rendezvous.gangs  # those of other ranks have no rank or size yet
+    kind(manager, nn.Linear(1, 1), **options)
+
+
+class Dtypes(FakeGang):
+    """Notes in which dtypes gradients are reduced."""
+
+    dtypes: ClassVar[list[torch.dtype]] = []
+
+    def _start(self, collective: Collective) -> Work:
+        self.dtypes.extend(output.dtype for output in collective.outputs)
+        return super()._start(collective)
+
+
+# SHARDED-2
+@pytest.mark.parametrize("options", [{}, {"reduction": "reproducible"}, {"keep": True}], ids=str)
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_gradients_of_another_dtype_than_the_parameters_are_reduced_alike_by_a_rank_without_any(
+    options: dict[str, Any], has_slots: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = eg.join(layout=eg.ParallelLayout())
+    monkeypatch.setattr(Dtypes, "dtypes", [])
+    monkeypatch.setattr(manager, "reduction", lambda family: Dtypes(CPU, size=2))
+    module = nn.Linear(1, 1).bfloat16()
+    for each in module.parameters():
+        each.grad_dtype = torch.float32
+    model = eg.ShardedDataParallel(manager, module, **options)
+    manager.register_state(model=model)
+    with next(manager.steps(1)) as step:
+        for slot in eg.GlobalBatch(1, size=1, slot=1).slots(step):
+            if has_slots:
+                with model.accumulate(last=slot.last):
+                    model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        assert manager.commit(1.0, lambda total: None)
+    assert set(Dtypes.dtypes) == {torch.float32}
 
 
 class Heads(nn.Module):
