@@ -34,7 +34,7 @@ from elasticgang.errors import GangError, InvalidOperationError, LayoutError, St
 from elasticgang.gang import compiled, torch_registry
 from elasticgang.gang.bans import Ban
 from elasticgang.layout import ModelCoordinates
-from elasticgang.member.form_comparison import FormComparison
+from elasticgang.member.form_comparison import FormComparison, order_of
 from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, StateServer
 from elasticgang.member.seat_state import SeatState, check_is_of_seat
 from elasticgang.process.status_page import ThreadState
@@ -128,7 +128,7 @@ class MemberDriver:
         if weight > 0:
             self._warn_of_loaded()
         try:
-            with self._comparison.settings_announced(settings):
+            with self._comparison.settings_announced(lambda: (*settings(), *order_of(self.reducers))):
                 return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
         finally:
             self._taken, self._rates, self._weight = [], None, 0.0  # of no other sum

@@ -11,6 +11,8 @@ ALIKE-2  In the first `_NUM_COMPARED` steps in which such a rank votes, it compa
 ALIKE-3  Where ranks hold parts of the model, the backward of a rank sums with the others of its group what it trains.
     So in these steps a rank compares that with the same peer before its first forward: if it differs, the group would
     lose the step in backward, time and again. A rank without slots has no forward: then nothing is compared.
+ALIKE-4  With the settings, such a rank compares in which order the elements of its gradients are reduced: a script may
+    have changed it, such as in a step that this rank has not run. It would add them to those of other elements.
 """
 
 from __future__ import annotations
@@ -28,6 +30,15 @@ from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import Seat
 
 _NUM_COMPARED = 3  # what a schedule does after the first of these steps is seen in the second
+
+
+def order_of(reducers: Sequence[Reducer]) -> Form:
+    """ALIKE-4"""
+    return tuple(
+        (f"the order in memory of {name} in wrapper {number}", strides)
+        for number, reducer in enumerate(reducers)
+        for name, strides in reducer.order
+    )
 
 
 class FormComparison:

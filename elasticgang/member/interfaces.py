@@ -229,6 +229,11 @@ class Reducer(Protocol):
         """What the reductions of a step are, in order: all ranks of the gang must have the same."""
 
     @property
+    def order(self) -> Form:
+        """How the elements of gradients follow each other in the reductions of this step, where a script may have
+        changed it: of each gradient that is not contiguous there, the name of its parameter, and its strides."""
+
+    @property
     def reduced(self) -> Sequence[Tensor]:
         """The parameters whose gradients it reduces."""
 

@@ -23,7 +23,8 @@ DDP-10  The wrappers of a rank reduce in the order in which they were made, beca
     backward of one comes before that of an earlier one, its buckets wait for the vote.
 DDP-11  Where parameters lie in memory in another order than when the buckets were cut, as after `to(memory_format=)`,
     every rank cuts them anew before the first forward of a step. Otherwise only a rank that an exception has made do
-    so would have the new order, and the ranks would add the gradients of different elements.
+    so would have the new order, and the ranks would add the gradients of different elements. So they would if the order
+    changed later in a step, as ranks without slots have no forward: that is an error. ALIKE-4 compares the order.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -65,6 +66,10 @@ class _Place:
     stride: tuple[int, ...]
     start: int
     is_complex: bool
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.stride == torch.empty(self.shape, device="meta").stride()
 
     def of(self, buffer: Tensor) -> Tensor:
         first = buffer.storage_offset() + self.start
@@ -248,7 +253,8 @@ class DistributedDataParallel(nn.Module):
         self._manager.compare_trained()
         if self._reduced:
             raise _late()
-        self._follow_strides()
+        if not self._has_followed:
+            self._follow_strides()
         if self._of_slots is not None:
             self._of_slots.enter_slot()
         # torch's reducer must not look for unused parameters here: it raises if an earlier slot's gradient is gone.
@@ -282,6 +288,14 @@ class DistributedDataParallel(nn.Module):
     @property
     def form(self) -> Form:
         return self._trainable.form(f"DistributedDataParallel({self._options})", self._parameters_of)
+
+    @property
+    def order(self) -> Form:
+        if self._of_slots is not None:
+            return ()  # the sums of slots keep the order in which the module was wrapped
+        named = zip(self._trainable.names, self._trainable.parameters, strict=True)
+        found = {name: _places_of([each])[0] for name, each in named if not each.is_contiguous()}
+        return tuple([(name, str(place.stride)) for name, place in found.items() if not place.is_contiguous])
 
     @property
     def reduced(self) -> list[nn.Parameter]:
@@ -387,13 +401,20 @@ class DistributedDataParallel(nn.Module):
                     parameter.grad = None
 
     def _follow_strides(self) -> None:
-        """DDP-11. Raises InvalidOperationError: a parameter has another dtype than its bucket."""
-        if self._has_followed:
-            return
-        self._has_followed = True
-        self._trainable.check_dtypes()
-        if _strides_of(self._trainable.parameters) != self._strides:
+        """DDP-11. Raises InvalidOperationError: a parameter has another dtype than its bucket, or lies in memory in
+        another order than in the first forward of the step."""
+        if not self._has_followed:
+            self._trainable.check_dtypes()
+        strides = _strides_of(self._trainable.parameters)
+        if strides != self._strides:
+            if self._has_followed:
+                pairs = zip(self._trainable.names, strides, self._strides, strict=True)
+                raise InvalidOperationError(
+                    f"{next(name for name, now, then in pairs if now != then)} lies in memory in another order than in "
+                    "the first forward of the step: change it before that, on all ranks."
+                )
             self._rebuild()
+        self._has_followed = True
 
     def _forget(self) -> None:
         self._pending, self._reduced, self._num_started, self._waiting = [], [], 0, []

@@ -180,6 +180,11 @@ class ShardedDataParallel(nn.Module):
         return self._trainable.form(f"{type(self).__name__}({self._options})", self._by_dtype.values())
 
     @property
+    def order(self) -> Form:
+        """(): it flattens every gradient in the order of its indices."""
+        return ()
+
+    @property
     def reduced(self) -> list[nn.Parameter]:
         return self._trainable.parameters
 

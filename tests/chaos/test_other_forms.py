@@ -16,6 +16,7 @@ HERE = "127.0.0.1"
 REFUSED = "elasticgang: rank 1 differs from the others: it is refused, and not restarted"
 
 FROZEN = "what requires gradients in parameter group 0 is each parameter here, and each parameter but 0 to 1 there"
+TURNED = r"the order in memory of one.weight in wrapper 0 is missing here, and \(1, 3\) there"
 
 
 def training(directory: Path, *, change: str, begins: bool = False, builds: bool = False, setup: str = "") -> Path:
@@ -33,7 +34,7 @@ def training(directory: Path, *, change: str, begins: bool = False, builds: bool
         here, rank = pathlib.Path({str(directory)!r}), int(os.environ["LOCAL_RANK"])
         manager = eg.join()
         sizes, names, optimizer, frozen, steps = 3, ("one", "two"), torch.optim.AdamW, (), 10**9
-        rate, decay, norm, freezes_at, divides = 0.1, 0.99, 1.0, 0, False
+        rate, decay, norm, freezes_at, turns_at, divides = 0.1, 0.99, 1.0, 0, 0, False
         if rank == 1 and ({begins} or (here / "killed").exists()):
             {change}
 
@@ -55,6 +56,9 @@ def training(directory: Path, *, change: str, begins: bool = False, builds: bool
             with step:
                 if step.index >= freezes_at > 0:
                     state.model.module.get_submodule("one").requires_grad_(False)
+                if step.index == turns_at > 0:
+                    weight = state.model.module.get_submodule("one").weight
+                    weight.data = weight.detach().T.contiguous().T
                 time.sleep(0.01)
                 slots = batches.share(step.index, step.share) if divides else batches.slots(step)
                 for slot in slots:
@@ -107,7 +111,7 @@ def test_a_rank_that_comes_back_with_another_form_is_refused_and_the_others_go_o
         assert spawned.count(1) == 2
 
 
-# ALIKE-2
+# ALIKE-2, ALIKE-4
 @pytest.mark.parametrize(
     ("change", "what", "divides"),
     [
@@ -115,13 +119,14 @@ def test_a_rank_that_comes_back_with_another_form_is_refused_and_the_others_go_o
         ("norm = 2.0", "`max_norm` is 2 here, and 1 there", False),
         ("freezes_at = -1", FROZEN, False),  # as a script that freezes in one step, which this rank has not run
         ("freezes_at = -1", FROZEN, True),
+        ("turns_at = -1", TURNED, False),
     ],
 )
 def test_a_rank_that_comes_back_with_other_settings_is_refused_before_it_votes(
     tmp_path: Path, change: str, what: str, divides: bool
 ) -> None:
     """`divides`: whether the script divides the samples, so that `GlobalBatch` does not know of the slots."""
-    setup = f"freezes_at, divides = freezes_at or 3, {divides}"
+    setup = f"freezes_at, turns_at, divides = freezes_at or 3, turns_at or 3, {divides}"
     with Job(tmp_path, training(tmp_path, change=change, setup=setup), ranks=2) as job:
         job.expect_line(REFUSED)
         (tmp_path / "over").touch()

@@ -441,6 +441,39 @@ def test_ranks_agree_on_the_order_of_elements_where_the_script_has_changed_it(
         assert torch.equal(gradient(is_left=False, has_slots=False), first)
 
 
+# ALIKE-4
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_ranks_compare_the_order_of_elements_where_the_script_can_change_it(options: dict[str, Any]) -> None:
+    """With the sums of slots, it stays what it was when the module was wrapped."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    ddp = eg.DistributedDataParallel(eg.join(layout=eg.ParallelLayout()), module, **options)
+    assert ddp.order == ()
+    with torch.no_grad():
+        module[0].weight.data = torch.ones(2, 3).T
+        module[1].weight.data = torch.ones(2, 5)[:, :3]  # the gradient of one with gaps is contiguous
+    is_by_slots = options.get("keep") or options.get("reduction") == "reproducible"
+    assert ddp.order == (() if is_by_slots else (("0.weight", "(1, 3)"),))
+
+
+# DDP-11
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_order_in_memory_stays_from_the_first_forward_of_a_step_to_the_vote(options: dict[str, Any]) -> None:
+    """A rank without slots would have the new order in this step, and others the old one."""
+    manager = eg.join(layout=eg.ParallelLayout())
+    module = nn.Conv2d(3, 4, 2, bias=False)
+    ddp = eg.DistributedDataParallel(manager, module, **options)
+    manager.register_state(model=ddp)
+    with next(manager.steps(1)) as step:
+        for slot in eg.GlobalBatch(1, size=1, slot=1).slots(step):
+            with ddp.accumulate(last=slot.last):
+                ddp(torch.zeros(1, 3, 2, 2)).sum().backward()
+        ddp.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        with pytest.raises(eg.InvalidOperationError, match="weight lies in memory in another order than"):
+            step.contribute()
+        ddp.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        manager.commit(1.0, lambda total: None)
+
+
 @pytest.mark.parametrize("options", [*OPTIONS, {"is_sharded": True, "keep": True}], ids=str)
 @pytest.mark.parametrize("has_slots", [False, True])
 def test_a_module_is_converted_before_it_is_wrapped(options: dict[str, Any], has_slots: bool) -> None:
