@@ -39,6 +39,7 @@ class Reports:
         self._by_agent.pop(agent, None)
 
     def counting(self) -> dict[str, Report]:
+        """REPORT: those that count."""
         return {agent: report for agent, report in self._by_agent.items() if self._counts(agent, report)}
 
     def _counts(self, agent: str, report: Report) -> bool:
