@@ -77,7 +77,7 @@ def test_a_reproducible_demo_ends_in_the_bits_of_one_undisturbed_rank(tmp_path: 
         assert summary["parameters"] == [summary["reference_parameters"]]
 
 
-@exhaustive  # tests of soaks and of reshapes compare the bits of shards, too
+@exhaustive  # tests of reshapes and of reproducible jobs compare the bits of shards, too
 @pytest.mark.timeout(600)
 def test_a_reproducible_demo_of_shards_ends_in_the_bits_of_one_undisturbed_rank(tmp_path: Path) -> None:
     """Through a fallback layout and back."""

@@ -103,7 +103,7 @@ def test_whole_groups_keep_the_sums_of_their_slots(name: str, tmp_path: Path, re
 
 
 # KEEP-4, SUM-1, SUM-2
-@pytest.mark.parametrize("name", always_without(LAYOUTS, {"tp=2", "sdp=2 by FSDP2", "pp=2"}))
+@pytest.mark.parametrize("name", always_without(LAYOUTS, {"tp=2", "sdp=2 by hand", "pp=2"}))
 def test_kept_parts_leave_no_trace_in_the_bits(name: str, tmp_path: Path) -> None:
     """One group alone keeps nothing, and has the same slots."""
     faults = FAULTS[1:4]  # the test before has all of them
