@@ -54,9 +54,6 @@ class LineReader:
     def read(self) -> Iterator[bytes]:
         """Raises OSError: the file cannot be read, it has been missing for `MISSING_S`, or EVENTFILE-1."""
         try:
-            if self._was_there and os.stat(self._path).st_size == self._offset:  # there is nothing new
-                self.has_partial_line, self._missing_since = False, None
-                return
             file = self._path.open("rb", buffering=_BLOCK_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             now = time.monotonic()
