@@ -406,9 +406,12 @@ def test_an_interrupt_while_the_threads_of_a_script_are_waited_for_shows_no_trac
     text = """\
     import atexit, signal, threading, time
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    threading.Thread(target=time.sleep, args=(600,)).start()
+    def wait():
+        while threading.main_thread().is_alive(): time.sleep(0.01)  # until threads are waited for
+        print("over", flush=True)
+        time.sleep(600)
+    threading.Thread(target=wait).start()
     atexit.register(print, "functions are called", flush=True)
-    print("over", flush=True)
     """
     with Job(tmp_path, script(tmp_path, text), ranks=1) as job:
         wait_until(lambda: "over" in job.stdout or job.process.poll() is not None, "the end of the script")
