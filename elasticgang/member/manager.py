@@ -527,9 +527,12 @@ class QuorumManager:
             raise InvalidOperationError("there is no step under way; use this inside `with step:`")
         return self._step
 
-    def empty(self, num: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialized vector of `num` elements on the CPU, for gradients: `reduction` need not copy it."""
-        return self._rendezvous.empty(num, dtype)
+    def empty(self, num: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """An uninitialized vector of `num` elements for gradients, by default on the CPU: there `reduction` need not
+        copy it."""
+        if device is None or device.type == "cpu":
+            return self._rendezvous.empty(num, dtype)
+        return torch.empty(num, dtype=dtype, device=device)
 
     def compare_trained(self) -> None:
         """A forward of the step under way is about to begin. Raises MismatchError: ALIKE-3."""

@@ -228,9 +228,7 @@ class ShardedDataParallel(nn.Module):
             address = bucket.untyped_storage().data_ptr()
             if all(part.untyped_storage().data_ptr() != address for part in parts):
                 return bucket
-        is_shared = device.type == "cpu"
-        bucket = self._manager.empty(num, dtype) if is_shared else torch.empty(num, dtype=dtype, device=device)
-        self._buckets[key] = bucket
+        bucket = self._buckets[key] = self._manager.empty(num, dtype, device)
         return bucket
 
     @property

@@ -7,6 +7,7 @@ SLOTS-1  `Slots` says which slot is under way. When the next one begins, the gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,10 +64,8 @@ class SlotGradients:
         self._reduced: set[int] = set()  # groups
 
     def _empty(self, parameter: Tensor) -> Callable[[int], Tensor]:
-        manager, dtype, device = self._manager, gradient_dtype(parameter), local(parameter).device
-        if device.type == "cpu":
-            return lambda num: manager.empty(num, dtype)
-        return lambda num: torch.empty(num, dtype=dtype, device=device)
+        dtype, device = gradient_dtype(parameter), local(parameter).device
+        return partial(self._manager.empty, dtype=dtype, device=device)
 
     @property
     def _gang(self) -> Gang:

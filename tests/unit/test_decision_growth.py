@@ -151,7 +151,7 @@ def dividing(num_ranks: int) -> Callable[[], None]:
     """What begins the slots of a step, with one share for each rank in all steps."""
     shares, gang = tuple(Share(index, num_ranks) for index in range(num_ranks)), SimpleNamespace(rank=0)
     manager = SimpleNamespace(layout=ParallelLayout(), reduction=lambda over: gang)
-    manager.empty = lambda num, dtype: torch.empty(num, dtype=dtype)
+    manager.empty = lambda num, dtype, device: torch.empty(num, dtype=dtype, device=device)
     gradients = SlotGradients(cast(QuorumManager, manager), "dp", [[torch.zeros(3)]], "sum", keeps=True)
 
     def begin() -> None:
