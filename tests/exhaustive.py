@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-exhaustive = pytest.mark.skipif("ELASTICGANG_EXHAUSTIVE" not in os.environ, reason="set ELASTICGANG_EXHAUSTIVE=1")
+IS_EXHAUSTIVE = "ELASTICGANG_EXHAUSTIVE" in os.environ
+exhaustive = pytest.mark.skipif(not IS_EXHAUSTIVE, reason="set ELASTICGANG_EXHAUSTIVE=1")
 
 
 def always_without(names: Iterable[str], exhaustively: Collection[str]) -> list[Any]:

@@ -47,7 +47,7 @@ def with_libraries(pid: int) -> list[str]:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Both ranks have done 100 steps, undisturbed, and wait for the file `go`."""
     directory = tmp_path_factory.mktemp("job")
-    with Job(directory, training(directory, steps=100_000, body=_AFTER_100), fresh=True) as started:
+    with Job(directory, training(directory, steps=99_999, body=_AFTER_100), fresh=True) as started:
         for rank in range(2):
             started.expect_file(directory / f"at-{rank}")
         yield started

@@ -92,14 +92,15 @@ def test_a_reproducible_demo_of_shards_ends_in_the_bits_of_one_undisturbed_rank(
 
 
 # PIPELINE-1, SHARDED-3
+@exhaustive  # tests of repairs kill ranks of jobs of each layout, too
 @pytest.mark.timeout(600)  # up to 18 processes, one job after another; every kill delays the end
 @pytest.mark.parametrize(
     ("layout", "steps", "every_s"),
     [
-        pytest.param("sdp=2", 40, 2, marks=exhaustive),
-        pytest.param("tp=2", 14, 3, marks=exhaustive),
+        ("sdp=2", 40, 2),
+        ("tp=2", 14, 3),
         ("pp=2", 20, 2),
-        pytest.param("sdp=2,tp=2", 8, 3, marks=exhaustive),
+        ("sdp=2,tp=2", 8, 3),
     ],
 )
 def test_a_demo_of_each_layout_survives_its_kills(layout: str, steps: int, every_s: int, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from elasticgang.checkpoint.locations import storage_at
 from scripts.chaos_runs.soaking.comm_processes import comm_processes
 from tests.chaos.several import Coordinator
 from tests.chaos.training_scripts import training
+from tests.exhaustive import exhaustive
 from tests.support import Job, kill, wait_until
 
 BODY = 'time.sleep(0.01); (here / f"at-{rank}").write_text(f"{step.index}\\n")'
@@ -170,7 +171,7 @@ def test_ranks_that_die_together_while_there_is_no_further_thread_come_back(tmp_
 
 
 # RENDEZVOUS-4
-@pytest.mark.parametrize("without", [[0, 1], [0]])
+@pytest.mark.parametrize("without", [[0, 1], pytest.param([0], marks=exhaustive)])
 def test_ranks_that_get_no_comm_process_wait_for_one(tmp_path: Path, without: list[int]) -> None:
     """A rank that has one does not wait for the others until its time limit."""
     with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=3) as job:

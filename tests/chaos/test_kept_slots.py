@@ -147,7 +147,7 @@ OTHER_GROUPS: dict[str, list[Fault]] = {
 @pytest.mark.parametrize(
     ("name", "reduction"),
     [
-        ("a group of ranks of two groups", "sum"),
+        pytest.param("a group of ranks of two groups", "sum", marks=exhaustive),
         pytest.param("a group of ranks of two groups", "reproducible", marks=exhaustive),
         pytest.param("a spare in a group", "sum", marks=exhaustive),
         ("a spare in a group", "reproducible"),

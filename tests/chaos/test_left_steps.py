@@ -10,6 +10,7 @@ import pytest
 from tests.chaos import sharded
 from tests.chaos.sharded import Reference, Sizes
 from tests.chaos.test_kills import BACK, at
+from tests.exhaustive import exhaustive
 
 NUM_STEPS = 6
 
@@ -29,6 +30,7 @@ def test_gradients_that_fully_shard_adds_are_forgotten_with_a_lost_step(tmp_path
 
 
 # SHARDED-5
+@exhaustive  # the test before has the same sums without stages
 def test_gradients_that_a_sharded_stage_adds_are_forgotten_with_a_lost_step(
     tmp_path: Path, reference: Reference
 ) -> None:

@@ -102,7 +102,7 @@ def run(
     ("fallback", "active", "env", "found"),
     [
         pytest.param("pp=1", 3, {}, "1x1", marks=exhaustive),
-        ("pp=1", 3, {"OWN_NAMES": "mapped"}, "1x1"),
+        pytest.param("pp=1", 3, {"OWN_NAMES": "mapped"}, "1x1", marks=exhaustive),
         ("pp=1", 3, {"KEEP": "1"}, "1x1"),
         pytest.param("pp=3", 3, {}, "3x1", marks=exhaustive),
         ("sdp=2", 2, {}, "1x2"),
@@ -177,7 +177,7 @@ def leave_checkpoint(directory: Path, ranks: int, layout: str, env: dict[str, st
     [
         pytest.param((2, "pp=2"), (1, "pp=1"), {}, marks=exhaustive),
         ((2, "pp=2"), (1, "pp=1"), {"OWN_NAMES": "mapped"}),
-        ((1, "pp=1"), (2, "pp=2"), {}),
+        pytest.param((1, "pp=1"), (2, "pp=2"), {}, marks=exhaustive),
         pytest.param((2, "pp=2"), (4, "pp=4"), {}, marks=exhaustive),
         pytest.param((3, "pp=3"), (2, "pp=2"), {}, marks=exhaustive),
         pytest.param((4, "pp=2,sdp=2"), (2, "sdp=2"), {}, marks=exhaustive),

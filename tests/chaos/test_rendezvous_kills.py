@@ -10,6 +10,7 @@ import pytest
 from elasticgang.comm.worker import EAGER_SIZE
 from elasticgang.environment import ASK_SIZE
 from tests.chaos.several import Cluster, generation_of
+from tests.exhaustive import exhaustive
 from tests.support import Job, kill
 
 LARGE = EAGER_SIZE + 2  # the ranks of such a group ask for the keys of some others here (KEYS-ASKED)
@@ -51,7 +52,10 @@ def test_an_agent_is_killed_before_it_has_sent_its_keys(tmp_path: Path, alone: s
         cluster.check(alone, [first, second])
 
 
-@pytest.mark.parametrize(("generation", "state", "ranks"), [(1, False, 2), (2, True, 2), (2, False, LARGE // 2)])
+@pytest.mark.parametrize(
+    ("generation", "state", "ranks"),
+    [(1, False, 2), (2, True, 2), pytest.param(2, False, LARGE // 2, marks=exhaustive)],
+)
 def test_the_coordinator_is_killed_before_it_has_forwarded_keys(
     tmp_path: Path, alone: str, generation: int, state: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.chaos.reshaping import HeldJob, loads
 from tests.chaos.resumed_sharded_job import assembled
 from tests.chaos.several import SLOW_S
+from tests.exhaustive import exhaustive
 from tests.support import REPOSITORY, Job, kill
 
 pytestmark = pytest.mark.timeout(600)
@@ -118,7 +119,7 @@ def test_a_rank_that_leaves_hands_its_shard_over(tmp_path: Path) -> None:
         assert job.sizes() == [2, 1]
 
 
-@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("raises", [pytest.param(False, marks=exhaustive), True])
 def test_a_rank_that_is_restarted_changes_no_layout(raises: bool, tmp_path: Path) -> None:
     """Two pairs of one host wait for it: with three ranks they would train otherwise. If it `raises`, the others ask
     for the next record before it has exited; otherwise it is killed."""

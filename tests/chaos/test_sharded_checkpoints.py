@@ -86,10 +86,10 @@ def check(directory: Path, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ((4, 2), (2, 2)),
+        pytest.param((4, 2), (2, 2), marks=exhaustive),
         pytest.param((2, 2), (4, 2), marks=exhaustive),
         pytest.param((2, 2), (1, 1), marks=exhaustive),
-        ((1, 1), (2, 2)),
+        pytest.param((1, 1), (2, 2), marks=exhaustive),
         pytest.param((2, 2), (4, 4), marks=exhaustive),
         ((4, 4), (2, 1)),
     ],

@@ -1,4 +1,4 @@
-"""`scripts/chaos soak`: half a minute of random faults on a job of two agents breaks no promise, nor do some on a job
+"""`scripts/chaos soak`: random faults on a job of two agents breaks no promise, nor do some on a job
 whose ranks hold shards.
 
 `scripts/chaos soak --minutes 60` does more of the same.
@@ -30,15 +30,15 @@ def soak(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(600)
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
-    options = ["--minutes", "0.5", "--pause", "0.2", "--seed", "7"]  # the pause leaves the cores to the tests beside
-    options += ["--min-faults", "8", "--every", "1"]  # a slow machine needs longer for them
+    options = ["--minutes", "0.25", "--pause", "0.2", "--seed", "7"]  # the pause leaves the cores to the tests beside
+    options += ["--min-faults", "5", "--every", "1"]  # a slow machine needs longer for them
     options += ["--reproducible"]  # and so the result is checked to the last bit
     done = soak(*options, "--output-dir", str(tmp_path), timeout_s=570)
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] is True
-    assert summary["num_faults"] >= 8
-    assert len(summary["by_kind"]) >= 4
+    assert summary["num_faults"] >= 5
+    assert len(summary["by_kind"]) >= 3
     assert summary["generations"] >= summary["num_faults"] / 3
 
 

@@ -17,6 +17,7 @@ from elasticgang.checkpoint.locations import storage_at
 from tests.chaos.stream_job import NUM_SAMPLES, NUM_SPLITS, SIZE, SLOT, SPLIT_SAMPLES
 from tests.chaos.test_checkpoints import kill_whole
 from tests.chaos.test_kills import Fault, at, histories, soon
+from tests.exhaustive import exhaustive
 from tests.support import REPOSITORY, Job, wait_until
 
 NUM_STEPS = 30
@@ -80,8 +81,8 @@ def alone() -> set[str]:
 @pytest.mark.parametrize(
     ("faults", "workers"),
     [
-        ([at("forward", 1), at("forward", 0, "comm"), at("forward", 2)], 0),
-        ([at("body", 0), soon("body", 1)], 2),
+        pytest.param([at("forward", 1), at("forward", 0, "comm"), at("forward", 2)], 0, marks=exhaustive),
+        pytest.param([at("body", 0), soon("body", 1)], 2, marks=exhaustive),
         ([at("totals_received", 2), at("votes_received", 0), at("votes_received", 1, "comms")], 1),
         ([at("applied", 1), soon("healing", 1), at("body", 2, [0, 1])], 2),
         ([at("forward", 0, "workers"), soon("body", 1), at("forward", 2, "workers"), soon("body", 2)], 2),

@@ -15,7 +15,7 @@ def script(directory: Path, text: str) -> Path:
 def training(directory: Path, *, steps: int = 5, setup: str = "", body: str = "", after: str = "") -> Path:
     """A script that trains a tiny model; `body` runs in each step before `optim.step`, `after` after the last one. The
     steps of a job that does not come to its last one leave the cores to others."""
-    pause_s = 0.02 if steps >= 1_000_000 else 0.0
+    pause_s = 0.03 if steps >= 100_000 else 0.0
     return script(
         directory,
         f"""\

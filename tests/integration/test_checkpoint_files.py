@@ -31,6 +31,7 @@ from elasticgang.checkpoint.plan import directory_name
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
 from scripts.demo_job.processes import ELASTICGANG
+from tests.exhaustive import exhaustive
 from tests.integration import checkpoint_writer
 from tests.preloaded import PreloadedProcess
 from tests.support import DEADLINE_S, REPOSITORY, environment, run_preloaded
@@ -364,7 +365,7 @@ def test_a_corrupt_checkpoint_is_not_exported(tmp_path: Path, caplog: pytest.Log
 
 
 # OWN-PATH
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize("suffix", [pytest.param(".safetensors", marks=exhaustive), ".pt"])
 def test_an_output_that_cannot_be_written_is_an_error_that_says_why(
     tmp_path: Path, suffix: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

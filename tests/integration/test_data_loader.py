@@ -31,6 +31,7 @@ import elasticgang as eg
 from elasticgang.errors import OperationalError, StepAborted
 from elasticgang.member.manager import Step
 from elasticgang.protocol.member_state import Share
+from tests.exhaustive import exhaustive
 from tests.integration.loading import FAULTS, NUM_SAMPLES, SIZE, SLOT, Noted, OneStep, indices, lost_after, step
 from tests.support import is_alive, run_preloaded, wait_until
 
@@ -475,7 +476,7 @@ def open_here(number: int) -> None:
     cast(Any, info.dataset).number = number, info.num_workers
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=exhaustive)])
 def test_a_worker_knows_its_dataset_and_its_number(context: str) -> None:
     batches = eg.GlobalBatch(NUM_SAMPLES, size=SIZE, slot=SLOT)
     options: dict[str, Any] = {"worker_init_fn": open_here, "multiprocessing_context": context}

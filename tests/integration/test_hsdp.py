@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.exhaustive import always_without
 from tests.support import run_preloaded
 
 RECIPE = "tests/integration/hsdp_recipe.py"
@@ -54,7 +55,7 @@ def test_the_losses_are_those_of_the_unsharded_model(
         assert rank[form] == pytest.approx(alone["alone"], rel=1e-6)  # sums of float32 in another order
 
 
-@pytest.mark.parametrize("launcher", list(LAUNCHERS))
+@pytest.mark.parametrize("launcher", always_without(LAUNCHERS, {"torchrun"}))
 def test_a_mesh_of_gangs_is_what_torch_takes(launcher: str) -> None:
     """DDP, DTensor, tensor parallelism and functional collectives, with the gangs' own groups and true sizes."""
     assert run(launcher, MESH).count("mesh kept") == (1 if launcher == "none" else 4)

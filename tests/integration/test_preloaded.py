@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.chaos.training_scripts import script, training
+from tests.exhaustive import exhaustive
 from tests.support import DEADLINE_S, REPOSITORY, Command, Job, run_preloaded, wait_until
 
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)  # processes import torch, on whatever the machine has left
@@ -32,7 +33,7 @@ def is_subreaper() -> int:
     return found.value
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("fresh", [pytest.param(True, marks=exhaustive), False])
 def test_all_processes_of_a_job_are_found_and_end_with_its_agent(fresh: bool, tmp_path: Path) -> None:
     with Job(tmp_path, training(tmp_path, body=BODY), ranks=2, fresh=fresh) as job:
         assert {job.expect_file(tmp_path / f"at-{rank}") for rank in range(2)} == {f"{job.process.pid}\n"}

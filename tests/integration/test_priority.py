@@ -17,6 +17,7 @@ from elasticgang.process import futex
 from elasticgang.process.priority import NICENESS
 from tests.chaos.several import Coordinator
 from tests.chaos.training_scripts import training
+from tests.exhaustive import exhaustive
 from tests.support import Job, kill, wait_until
 
 RAISED = """
@@ -313,6 +314,7 @@ def without_a_weight() -> list[str]:
 
 
 # PRIORITY-SESSION
+@exhaustive
 @needs_sessions
 @pytest.mark.timeout(240)
 def test_a_job_runs_in_a_session_without_a_weight(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 import elasticgang as eg
 from elasticgang.errors import OperationalError
 from elasticgang.train import fetch_pool
+from tests.exhaustive import exhaustive
 from tests.integration.loading import NUM_SAMPLES, Noted, indices, step
 
 
@@ -53,7 +54,9 @@ class NeverPickled:
 
 
 # DATAWORKER-5
-@pytest.mark.parametrize("context", ["spawn", "forkserver", multiprocessing.get_context("forkserver")])
+@pytest.mark.parametrize(
+    "context", ["spawn", pytest.param("forkserver", marks=exhaustive), multiprocessing.get_context("forkserver")]
+)
 def test_workers_may_be_started_in_another_way(
     context: Any, batches: eg.GlobalBatch, loaders: list[eg.DataLoader], tmp_path: Path
 ) -> None:

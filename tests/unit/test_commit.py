@@ -95,13 +95,13 @@ SMALL = [
     (2, 1, Bounds(changes=2, steps=2)),
     (3, 0, Bounds(changes=2, steps=2)),
     (3, 0, Bounds(changes=3, steps=1)),
-    (1, 3, Bounds(changes=2, steps=1)),
     (2, 2, Bounds(changes=2, steps=1)),
     (3, 1, Bounds(changes=2, steps=1)),
     (4, 0, Bounds(changes=2, steps=1)),
 ]
 LARGE = [
     *((num_active, 5 - num_active, Bounds(changes=2, steps=1)) for num_active in range(1, 6)),
+    (1, 3, Bounds(changes=2, steps=1)),
     (1, 2, Bounds(changes=2, steps=2)),
     (1, 1, Bounds(changes=3, steps=2)),
     (1, 2, Bounds(changes=3, steps=1)),
