@@ -21,6 +21,7 @@ from elasticgang.checkpoint.locations import storage_at
 from elasticgang.train.data import GlobalBatch
 from elasticgang.watch.summary import Summary
 from tests.chaos.several import Coordinator
+from tests.exhaustive import exhaustive
 from tests.support import REPOSITORY, Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several jobs, one after another
@@ -145,7 +146,11 @@ def test_a_job_that_was_killed_whole_goes_on_at_its_checkpoint_with_other_ranks(
 
 
 # MANAGER-22, LIFE-5, REPEAT-1, STOP-ALL
-@pytest.mark.parametrize("numbers", [(), (signal.SIGTERM,), (signal.SIGTERM, signal.SIGHUP)], ids=["", "all", "hup"])
+@pytest.mark.parametrize(
+    "numbers",
+    [(), pytest.param((signal.SIGTERM,), marks=exhaustive), (signal.SIGTERM, signal.SIGHUP)],
+    ids=["", "all", "hup"],
+)
 def test_sigterm_loses_no_step_of_a_job_with_checkpoints(tmp_path: Path, numbers: tuple[signal.Signals, ...]) -> None:
     """As that of a batch system whose time limit is reached. The job goes on with other ranks. `numbers`: what every
     process of the job gets, as from a service manager or a machine that shuts down."""

@@ -68,6 +68,7 @@ def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
         assert "PASSED" in command.stdout
 
 
+@exhaustive  # tests of reproducible jobs compare the bits, too
 @pytest.mark.timeout(360)
 def test_a_reproducible_demo_ends_in_the_bits_of_one_undisturbed_rank(tmp_path: Path) -> None:
     with demo(tmp_path, "--reproducible", "--ranks", "3", *trains(20, 2)) as command:

@@ -14,6 +14,7 @@ from elasticgang.train.loss_scale import next_state
 from tests.chaos.job import BATCH_SIZE, INIT_SCALE, NUM_SAMPLES, SEED, SLOT, overflows
 from tests.chaos.scaled_pairs_job import LR, WIDTH
 from tests.chaos.test_kills import NUM_STEPS, at, check, histories, run, run_alone
+from tests.exhaustive import exhaustive
 from tests.support import Job
 
 RULE = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
@@ -28,7 +29,11 @@ DIES_IN_STEPS_THAT_OVERFLOW = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("reduction", [("sum",), ("reproducible", "--real")], ids=lambda options: options[0])
+@pytest.mark.parametrize(
+    "reduction",
+    [pytest.param(("sum",), marks=exhaustive), ("reproducible", "--real")],
+    ids=lambda options: options[0],
+)
 def test_a_kill_leaves_no_trace_in_the_result(reduction: tuple[str, ...], tmp_path: Path) -> None:
     options = ("--scaled", "--reduction", *reduction)
     directory = tmp_path / "alone"
@@ -43,7 +48,7 @@ def test_a_kill_leaves_no_trace_in_the_result(reduction: tuple[str, ...], tmp_pa
 
 # OPTIMIZER-1
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("max_norm", [pytest.param(None, marks=exhaustive), 1.0])
 def test_a_part_of_the_model_is_not_applied_where_another_part_overflows(
     max_norm: float | None, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from tests.integration.conftest import Rings, Worlds
 from tests.support import Command, reserved_port
 
 SIZE = 4
-ROUNDS = 10
+ROUNDS = 6
 
 
 @contextlib.contextmanager

@@ -92,9 +92,7 @@ SMALL = [
     (1, 1, Bounds(changes=2, steps=2)),
     (2, 0, Bounds(changes=3, steps=2)),
     (1, 2, Bounds(changes=2, steps=1)),
-    (2, 1, Bounds(changes=2, steps=2)),
     (3, 0, Bounds(changes=2, steps=2)),
-    (3, 0, Bounds(changes=3, steps=1)),
     (2, 2, Bounds(changes=2, steps=1)),
     (3, 1, Bounds(changes=2, steps=1)),
     (4, 0, Bounds(changes=2, steps=1)),
@@ -106,6 +104,8 @@ LARGE = [
     (1, 1, Bounds(changes=3, steps=2)),
     (1, 2, Bounds(changes=3, steps=1)),
     (2, 1, Bounds(changes=3, steps=1)),
+    (2, 1, Bounds(changes=2, steps=2)),
+    (3, 0, Bounds(changes=3, steps=1)),
     (4, 0, Bounds(changes=2, steps=2)),
     (3, 1, Bounds(changes=2, steps=2)),
 ]

@@ -26,8 +26,9 @@ CHANGES = str(REPOSITORY / "tests" / "integration" / "programs" / "changes.py")
 CHANGES_DEADLINE_S = 300.0
 LISTING = str(REPOSITORY / "tests" / "integration" / "programs" / "listing.py")
 NO_ERROR = Outcome({})
-# Without ELASTICGANG_EXHAUSTIVE=1. The other programs use the collectives of these, and `run` has all of them.
-TOPICS_OF = {"gloo-gang": (), "backend": ("collectives", "ddp", "groups", "messages"), "run": TOPICS}
+# Without ELASTICGANG_EXHAUSTIVE=1. The other programs use the collectives of these.
+CALLS = ("collectives", "ddp", "groups", "messages")
+TOPICS_OF = {"gloo-gang": (), "backend": CALLS, "run": (*CALLS, "compiled", "pipelines", "sharding")}
 MODES_AND_TOPICS = [
     pytest.param(mode, topic, marks=[] if topic in topics else exhaustive)
     for mode, topics in TOPICS_OF.items()
