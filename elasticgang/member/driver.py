@@ -116,7 +116,7 @@ class MemberDriver:
             MismatchError: ALIKE-2.
         """
         self.lifecycle.check_unvoted()  # before what the first vote has changed is noticed
-        if (changed := self._state_server.changed_parameter()) is not None:
+        if (changed := self._state_server.registered.changed_parameter()) is not None:
             raise InvalidOperationError(
                 f"step {self.lifecycle.state.committed.step} has changed the parameter {changed} before `optim.step`: "
                 "a rank that heals meanwhile would miss that, and a step that is dropped would leave it. Change "
@@ -274,7 +274,9 @@ class MemberDriver:
                 return sums
             case do.BuildSeat(coordinates, layout):
                 self._build_seat(ModelCoordinates(*coordinates), layout)
-                self._comparison.compare_state((layout, *coordinates), lambda: state_server.form, self.reducers)
+                self._comparison.compare_state(
+                    (layout, *coordinates), lambda: state_server.registered.form, self.reducers
+                )
             case do.KeepFormer(former, is_dropped):
                 self._keep_former(former, is_dropped=is_dropped)
             case do.Move():
@@ -303,7 +305,7 @@ class MemberDriver:
                 )
             case do.SendRequest():
                 if self._model is None:  # a module may change once it is used
-                    self._model = "" if self.seat_state is not None else state_server.model
+                    self._model = "" if self.seat_state is not None else state_server.registered.model
                 saves = ""
                 if rendezvous.compare_state and self.checkpoints is not None:  # COMPARE-1
                     saves = self.checkpoints.schedule
@@ -396,7 +398,7 @@ class MemberDriver:
         restarted reserves as much memory (RESERVE-3)."""
         if tip is not None and tip.step > 0 and tip.generation == self.lifecycle.state.entered != self._sized:
             self._sized = tip.generation
-            self._page.set_optimizer_bytes(self._state_server.optimizer_bytes)
+            self._page.set_optimizer_bytes(self._state_server.registered.optimizer_bytes)
 
     def _await_reduction(self) -> None:
         """DRIVER-1, DRIVER-2. An abort of the generation ends what it waits for. The time counts for the hang detector
@@ -434,7 +436,7 @@ class MemberDriver:
         if end.is_dropped:
             for reducer in self.reducers:
                 reducer.drop(rebuild=end.rebuilds)
-        self._state_server.drop_gradients()  # DRIVER-6
+        self._state_server.registered.drop_gradients()  # DRIVER-6
         if end.restores:
             self._state_server.restore()
 
@@ -513,7 +515,7 @@ class MemberDriver:
     def _warn_of_loaded(self) -> None:
         """LOADED-1, LOADED-2, by the first rank of each stage."""
         state = self.lifecycle.state
-        names, settings = self._state_server.unlike_loaded()
+        names, settings = self._state_server.registered.unlike_loaded()
         if state.record is None or state.record.model_coordinates(state.member)[1:] != (0, 0) or state.first_of_part():
             return
         if names:

@@ -46,27 +46,19 @@ class Forms(Protocol):
         `cancelled`, or it does not have it within a time limit; of the state it is waited for without one."""
 
 
-class StateServer(Protocol):
-    """Serves this rank's state to learners, and heals it from peers."""
-
-    address: str
-
-    @property
-    def forms(self) -> Forms: ...
-
-    def register(self, name_of: Callable[[str], str] | None = None, /, **objects: object) -> None:
-        """`name_of`: the whole model's name of a tensor, from the one in its module."""
+class Registered(Protocol):
+    """The registered objects of this rank."""
 
     def is_registered(self, item: object) -> bool: ...
 
-    def registered_of(self, kind: type[_T]) -> list[_T]:
-        """The registered objects of this class that are neither modules nor optimizers."""
+    def of_class(self, kind: type[_T]) -> list[_T]:
+        """The objects of this class that are neither modules nor optimizers."""
 
     def without(self, parameters: Sequence[Tensor]) -> list[int]:
         """The numbers of those of `parameters` that are in nothing that is registered."""
 
     def changed_parameter(self) -> str | None:
-        """The name of a parameter that was changed since `begin`, if any."""
+        """The name of a parameter that was changed since the step began, if any."""
 
     def unlike_loaded(self) -> tuple[list[str], list[str]]:
         """The names of parameters that were frozen in the checkpoint that was loaded, and have required gradients in
@@ -76,9 +68,6 @@ class StateServer(Protocol):
 
     def drop_gradients(self) -> None:
         """Set the gradients of what the registered optimizers train to None."""
-
-    def unregister(self, names: Sequence[str]) -> None:
-        """Drop the objects of these names."""
 
     @property
     def optimizer_bytes(self) -> int:
@@ -90,7 +79,25 @@ class StateServer(Protocol):
 
     @property
     def form(self) -> Form:
-        """The form of the registered objects. Read it before the first step, and when others are registered."""
+        """Of all objects. Read it before the first step, and when others are registered."""
+
+
+class StateServer(Protocol):
+    """Serves this rank's state to learners, and heals it from peers."""
+
+    address: str
+
+    @property
+    def forms(self) -> Forms: ...
+
+    @property
+    def registered(self) -> Registered: ...
+
+    def register(self, name_of: Callable[[str], str] | None = None, /, **objects: object) -> None:
+        """`name_of`: the whole model's name of a tensor, from the one in its module."""
+
+    def unregister(self, names: Sequence[str]) -> None:
+        """Drop the objects of these names."""
 
     def digest_state(self, beat: Callable[[], object]) -> tuple[list[int], Callable[[Sequence[int]], str]]:
         """The outcome of `Do.DIGEST_STATE`, of parameters and the state of optimizers. Waits for what the current

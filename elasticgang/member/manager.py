@@ -21,8 +21,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, TypeVar
-from weakref import WeakSet
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from elasticgang.gang.bans import Ban
 from elasticgang.integers import integer_from, required_integer
 from elasticgang.layout import ParallelLayout
 from elasticgang.member.driver import MemberDriver
-from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, SlotKeeper, StateServer
+from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Registered, Rendezvous, SlotKeeper, StateServer
 from elasticgang.member.seat_state import BuildFunction, NameFunction, SeatState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.form import Form
@@ -44,8 +43,6 @@ from elasticgang.protocol.record import Record
 from elasticgang.protocol.sample_positions import BatchShape
 
 log = logging.getLogger("elasticgang")
-
-_T = TypeVar("_T")
 
 
 class Step:
@@ -194,7 +191,6 @@ class QuorumManager:
         self._stepped = 0  # the generation of the last step
         self._registered = False
         self.slot_keeper: SlotKeeper | None = None
-        self.scalers: WeakSet[object] = WeakSet()  # of gradients, that optimizers have been given
         self._make_checkpoints = make_checkpoints
         self._pid = os.getpid()
         rendezvous.ban(Ban.NO_STEP)  # BAN-1
@@ -298,15 +294,7 @@ class QuorumManager:
 
     def is_registered(self, item: object) -> bool:
         """Whether `item` is part of the training state, by `register_state` or `build`."""
-        return self._state_server.is_registered(item)
-
-    def registered_of(self, kind: type[_T]) -> list[_T]:
-        """The objects of this class in the training state that are neither modules nor optimizers."""
-        return self._state_server.registered_of(kind)
-
-    def unregistered(self, parameters: Sequence[Tensor]) -> list[int]:
-        """The numbers of those of `parameters` that are no part of the training state."""
-        return self._state_server.without(parameters)
+        return self.registered.is_registered(item)
 
     def unreduced(self, parameters: Sequence[Tensor]) -> list[int]:
         """The numbers of those of `parameters` whose gradients no wrapped module reduces; none, if no module is
@@ -526,6 +514,11 @@ class QuorumManager:
         if self._step is None:
             raise InvalidOperationError("there is no step under way; use this inside `with step:`")
         return self._step
+
+    @property
+    def registered(self) -> Registered:
+        """The training state, by `register_state` or `build`."""
+        return self._state_server.registered
 
     def empty(self, num: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """An uninitialized vector of `num` elements for gradients, by default on the CPU: there `reduction` need not

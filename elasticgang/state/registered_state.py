@@ -227,7 +227,7 @@ class RegisteredState:
         kinds = (self._modules, self._optimizers, self._others)
         return any(item is each for of_kind in kinds for each in of_kind.values())
 
-    def registered_of(self, kind: type[_T]) -> list[_T]:
+    def of_class(self, kind: type[_T]) -> list[_T]:
         return [each for each in self._others.values() if isinstance(each, kind)]
 
     def begin_step(self) -> None:

@@ -20,13 +20,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
+from typing import Any, Protocol
 
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.form import Form
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.host_addresses import addresses_of
 from elasticgang.state import form_exchange, heal_addresses, serving, staging, state_bits, transport
@@ -44,8 +41,6 @@ from elasticgang.state.transport import Channel
 from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
-
-_T = TypeVar("_T")
 
 EXCLUSIVE_TIMEOUT_S = 10.0
 READER_END_TIMEOUT_S = 10.0
@@ -123,29 +118,6 @@ class SnapshotServer:
     def register(self, name_of: Callable[[str], str] | None = None, /, **objects: object) -> None:
         self._state.register(name_of, **objects)
 
-    def is_registered(self, item: object) -> bool:
-        return self._state.is_registered(item)
-
-    def registered_of(self, kind: type[_T]) -> list[_T]:
-        """As of `RegisteredState`."""
-        return self._state.registered_of(kind)
-
-    def without(self, parameters: Sequence[Tensor]) -> list[int]:
-        """As of `RegisteredState`."""
-        return self._state.without(parameters)
-
-    def changed_parameter(self) -> str | None:
-        """As of `RegisteredState`."""
-        return self._state.changed_parameter()
-
-    def unlike_loaded(self) -> tuple[list[str], list[str]]:
-        """As of `RegisteredState`."""
-        return self._state.unlike_loaded()
-
-    def drop_gradients(self) -> None:
-        """As of `RegisteredState`."""
-        self._state.drop_gradients()
-
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names, and what an unfinished heal has received for them. Call it inside
         `exclusive`."""
@@ -163,21 +135,6 @@ class SnapshotServer:
         """RESERVE-1. Call it before this rank requests a record."""
         if self._state.reserve is not None and not self._state.reserve.wait():
             self._state.reserve = None
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """As of `RegisteredState`."""
-        return self._state.optimizer_bytes
-
-    @property
-    def model(self) -> str:
-        """As of `RegisteredState`."""
-        return self._state.model
-
-    @property
-    def form(self) -> Form:
-        """As of `RegisteredState`."""
-        return self._state.form
 
     def digest_state(self, beat: Callable[[], object]) -> tuple[list[int], Callable[[Sequence[int]], str]]:
         """Of each tensor of the large state, below 2**52, and what names them. `beat`: called before each."""
@@ -256,7 +213,7 @@ class SnapshotServer:
 
     @property
     def registered(self) -> RegisteredState:
-        """The registered objects. Read them while no apply runs, or after `lend`."""
+        """The registered objects. Read them on the training thread, while no apply runs, or after `lend`."""
         return self._state
 
     def lend(self, reader: Reader) -> None:

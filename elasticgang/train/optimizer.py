@@ -26,7 +26,8 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -54,6 +55,8 @@ class Optimizer:
     """Wraps `optimizer`: all ranks apply a step, or none does. Several may take turns, in an order that follows from
     the step's index: one of them takes each step, and the gradients of the others are dropped with it.
     """
+
+    _scalers: ClassVar[WeakSet[torch.amp.GradScaler]] = WeakSet()  # that optimizers have been given (OPTIMIZER-6)
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class Optimizer:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scaler_is_known = False  # `_check_scaled`
         if scaler is not None:
-            manager.scalers.add(scaler)
+            self._scalers.add(scaler)
         if self._scaler is not None and any(each.dtype is torch.float16 for each in self._parameters()):
             raise ValueError(
                 "`optimizer` must have no float16 parameters where gradients are scaled: keep float32 parameters, and "
@@ -318,7 +321,7 @@ class Optimizer:
                 "`register_state(optim=optim)`"
             )
         trained = [each for each in self._parameters() if each.requires_grad]
-        if left := self._manager.unregistered(trained):
+        if left := self._manager.registered.without(trained):
             raise InvalidOperationError(
                 f"{_what(trained, left)} in no module that is registered, so that a rank that joins would not get "
                 f"{'it' if len(left) == 1 else 'them'}: give `register_state` the module, or "
@@ -343,7 +346,7 @@ class Optimizer:
                     "the scaler has scaled no loss, but the gradients are divided by its scale: call "
                     "`scaler.scale(loss).backward()`, unless the script multiplies the losses by the scale itself"
                 )
-        elif any(has_scaled(each) and each not in manager.scalers for each in manager.registered_of(_SCALER)):
+        elif any(has_scaled(each) and each not in self._scalers for each in manager.registered.of_class(_SCALER)):
             log.warning(
                 "a registered scaler has scaled losses, but no optimizer divides the gradients by its scale: give it "
                 "to `eg.Optimizer(manager, optimizer, scaler=scaler)`"
