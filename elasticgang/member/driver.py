@@ -34,7 +34,7 @@ from elasticgang.errors import GangError, InvalidOperationError, LayoutError, St
 from elasticgang.gang import compiled, torch_registry
 from elasticgang.gang.bans import Ban
 from elasticgang.layout import ModelCoordinates
-from elasticgang.member.form_comparison import FormComparison, order_of
+from elasticgang.member.form_comparison import FormComparison
 from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, StateServer
 from elasticgang.member.seat_state import SeatState, check_is_of_seat
 from elasticgang.process.status_page import ThreadState
@@ -76,7 +76,7 @@ class MemberDriver:
         self._model: str | None = None
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
         self._device = device
-        self._comparison = FormComparison(self.lifecycle.state, state_server.forms, self._page, self._is_over)
+        self.comparison = FormComparison(self.lifecycle.state, state_server, self.reducers, self._page, self._is_over)
         self._apply: Callable[..., None] | None = None
         self._prepare: Callable[..., None] | None = None
         self._measure: Callable[[], Sequence[float]] | None = None
@@ -128,7 +128,7 @@ class MemberDriver:
         if weight > 0:
             self._warn_of_loaded()
         try:
-            with self._comparison.settings_announced(lambda: (*settings(), *order_of(self.reducers))):
+            with self.comparison.settings_announced(settings):
                 return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
         finally:
             self._taken, self._rates, self._weight = [], None, 0.0  # of no other sum
@@ -152,7 +152,7 @@ class MemberDriver:
                 error = failure
 
     def contribute(self) -> None:
-        self._comparison.announce_untrained(self.reducers)  # first: the script's own collectives may follow
+        self.comparison.announce_trained(is_known=False)  # first: the script's own collectives may follow
         for reducer in self.reducers:
             reducer.contribute()
 
@@ -274,9 +274,7 @@ class MemberDriver:
                 return sums
             case do.BuildSeat(coordinates, layout):
                 self._build_seat(ModelCoordinates(*coordinates), layout)
-                self._comparison.compare_state(
-                    (layout, *coordinates), lambda: state_server.registered.form, self.reducers
-                )
+                self.comparison.compare_state((layout, *coordinates))
             case do.KeepFormer(former, is_dropped):
                 self._keep_former(former, is_dropped=is_dropped)
             case do.Move():
@@ -495,7 +493,7 @@ class MemberDriver:
         self._page.forget_steps()
         self._loaded = None
         with self._state_server.exclusive():  # no healer reads what goes
-            self._comparison.forget()
+            self.comparison.forget()
             self._state_server.unregister(built.clear())
             for reducer in self._seat_reducers:
                 reducer.close()
@@ -507,10 +505,6 @@ class MemberDriver:
         check_is_of_seat(objects, self._rendezvous.gangs)
         self._seat_reducers = [reducer for reducer in self.reducers if reducer not in others]
         self._state_server.register(built.name_of, **objects)
-
-    def compare_trained(self) -> None:
-        """As of `FormComparison`."""
-        self._comparison.compare_trained(self.reducers)
 
     def _warn_of_loaded(self) -> None:
         """LOADED-1, LOADED-2, by the first rank of each stage."""

@@ -4,48 +4,47 @@ ALIKE-1  A rank without state compares the form of its own with that of a peer t
     is to load it, before it reduces or heals anything. If they differ it raises an error, and the others are as they
     would be without it. A rank of another form would reduce other gradients than they do, some under the names of
     others, and the job would end or train wrong.
-ALIKE-2  In the first `_NUM_COMPARED` steps in which such a rank votes, it compares the settings of its optimizer with
-    those of a peer that was there before, once both are about to vote. Some may come from the script alone, such as a
-    learning rate that it sets in each step, or parameters that it has frozen. If they differ it raises an error before
-    it votes.
+ALIKE-2  In the first `_NUM_COMPARED` steps in which such a rank votes, it compares the settings of its optimizer, and
+    in which order the elements of its gradients are reduced, with a peer that was there before, once both are about to
+    vote. Some may come from the script alone, such as a learning rate that it sets in each step, or parameters that it
+    has frozen, or laid out otherwise, in a step that this rank has not run. If they differ it raises an error before it
+    votes.
 ALIKE-3  Where ranks hold parts of the model, the backward of a rank sums with the others of its group what it trains.
     So in these steps a rank compares that with the same peer before its first forward: if it differs, the group would
     lose the step in backward, time and again. A rank without slots has no forward: then nothing is compared.
-ALIKE-4  With the settings, such a rank compares in which order the elements of its gradients are reduced: a script may
-    have changed it, such as in a step that this rank has not run. It would add them to those of other elements.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from elasticgang.errors import MismatchError
-from elasticgang.member.interfaces import Forms, Reducer
+from elasticgang.member.interfaces import Reducer, StateServer
 from elasticgang.process.status_page import StatusPage, ThreadState
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.form import UNKNOWN, Form, FormOf, all_but_false, difference
+from elasticgang.protocol.form import UNKNOWN, Form, FormOf, Item, all_but_false, difference
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import Seat
 
 _NUM_COMPARED = 3  # what a schedule does after the first of these steps is seen in the second
 
 
-def order_of(reducers: Sequence[Reducer]) -> Form:
-    """ALIKE-4"""
-    return tuple(
-        (f"the order in memory of {name} in wrapper {number}", strides)
-        for number, reducer in enumerate(reducers)
-        for name, strides in reducer.order
-    )
-
-
 class FormComparison:
-    """Compares for the rank with this `state`. `is_over`: its generation has ended, so that nothing is compared."""
+    """Compares for the rank with this `state`, what is registered there and `reducers`. `is_over`: its generation has
+    ended, so that nothing is compared."""
 
-    def __init__(self, state: MemberState, forms: Forms, page: StatusPage, is_over: Callable[[], bool]) -> None:
-        self._state, self._forms, self._page, self._is_over = state, forms, page, is_over
+    def __init__(
+        self,
+        state: MemberState,
+        server: StateServer,
+        reducers: Sequence[Reducer],
+        page: StatusPage,
+        is_over: Callable[[], bool],
+    ) -> None:
+        self._state, self._server, self._reducers, self._page, self._is_over = state, server, reducers, page, is_over
+        self._forms = server.forms
         self._form: Form | None = None
         self._announced: tuple[int, ...] | None = None  # the part of the model that it was announced for
         self._is_compared = False  # of that part
@@ -58,16 +57,10 @@ class FormComparison:
         self._forms.withdraw(FormOf.STATE)
         self._form = self._announced = None
 
-    def compare_state(self, part: tuple[int, ...], registered: Callable[[], Form], reducers: Sequence[Reducer]) -> None:
-        """ALIKE-1. `part`: the layout and the model coordinates. `registered`: the form of the registered
-        objects, read once for the objects of a seat. Raises MismatchError: the forms differ."""
-        if self._form is None:
-            of_reducers = [
-                (f"{what} in wrapper {number}", how)
-                for number, reducer in enumerate(reducers)
-                for what, how in reducer.form
-            ]
-            self._form = form = (*registered(), *of_reducers)
+    def compare_state(self, part: tuple[int, ...]) -> None:
+        """ALIKE-1. `part`: the layout and the model coordinates. Raises MismatchError: the forms differ."""
+        if self._form is None:  # read once for the objects of a seat
+            self._form = *self._server.registered.form, *_of_wrappers(reducer.form for reducer in self._reducers)
         form = self._form
         if self._announced != part:
             self._forms.announce(FormOf.STATE, part, lambda: form)
@@ -92,11 +85,15 @@ class FormComparison:
 
     @contextlib.contextmanager
     def settings_announced(self, settings: Callable[[], Form]) -> Iterator[None]:
-        """ALIKE-2. Peers may fetch `settings` while the body runs, which votes. Raises MismatchError, before
-        the body: they differ from a peer's."""
-        self._forms.announce(FormOf.SETTINGS, self._state.attempt(), settings)
+        """ALIKE-2. `settings`: of the optimizer. Peers may fetch them while the body runs, which votes. Raises
+        MismatchError, before the body: a peer has others."""
+
+        def form() -> Form:
+            return *settings(), *_of_wrappers(reducer.order for reducer in self._reducers)
+
+        self._forms.announce(FormOf.SETTINGS, self._state.attempt(), form)
         try:
-            self._compare_settings(settings)
+            self._compare_settings(form)
             yield
         finally:
             self._forms.withdraw(FormOf.SETTINGS)
@@ -118,10 +115,10 @@ class FormComparison:
         if self._num_compared == _NUM_COMPARED:
             self._former = frozenset()
 
-    def compare_trained(self, reducers: Sequence[Reducer]) -> None:
+    def compare_trained(self) -> None:
         """ALIKE-3. A forward of the step under way is about to begin. Raises MismatchError: this rank trains
         something else than a peer."""
-        trained = self._announce_trained(lambda: [reducer.trained for reducer in reducers])
+        trained = self.announce_trained(is_known=True)
         if trained is None or (peer := self._peer()) is None:
             return
         attempt, own = self._state.attempt(), trained()
@@ -133,18 +130,15 @@ class FormComparison:
                 "depend on `step.index`, as by `if step.index >= 100:`."
             )
 
-    def announce_untrained(self, reducers: Sequence[Reducer]) -> None:
-        """This rank has no slots in the step under way, and cannot say what it trains."""
-        self._announce_trained(lambda: [None] * len(reducers))
-
-    def _announce_trained(self, trained: Callable[[], Sequence[Sequence[bool] | None]]) -> Callable[[], Form] | None:
-        """`trained`: what this rank trains in each wrapper, read once in each attempt; None: it cannot say. Returns its
-        form then; None afterwards, or if all ranks hold the whole model."""
+    def announce_trained(self, *, is_known: bool) -> Callable[[], Form] | None:
+        """What this rank trains in the attempt under way. Not `is_known`: it has no slots, and cannot say. Returns its
+        form, if this call is the first in the attempt, and ranks hold parts of the model."""
         state = self._state
         if state.record is None or state.record.layout.unit == 1 or self._trained_in == state.attempt():
             return None
         self._trained_in = state.attempt()
-        form = functools.partial(_form_of_trained, trained())
+        trained = [[each.requires_grad for each in reducer.reduced] if is_known else None for reducer in self._reducers]
+        form = functools.partial(_form_of_trained, trained)
         self._forms.announce(FormOf.TRAINED, self._trained_in, form)
         return form
 
@@ -161,7 +155,9 @@ class FormComparison:
 
 
 def _form_of_trained(trained: Sequence[Sequence[bool] | None]) -> Form:
-    return tuple(
-        (f"what requires gradients in wrapper {number}", UNKNOWN if each is None else all_but_false(each))
-        for number, each in enumerate(trained)
-    )
+    described = [UNKNOWN if each is None else all_but_false(each) for each in trained]
+    return _of_wrappers([("what requires gradients", each)] for each in described)
+
+
+def _of_wrappers(forms: Iterable[Iterable[Item]]) -> Form:
+    return tuple((f"{what} in wrapper {number}", how) for number, form in enumerate(forms) for what, how in form)

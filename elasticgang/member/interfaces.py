@@ -238,15 +238,11 @@ class Reducer(Protocol):
     @property
     def order(self) -> Form:
         """How the elements of gradients follow each other in the reductions of this step, where a script may have
-        changed it: of each gradient that is not contiguous there, the name of its parameter, and its strides."""
+        changed it: of each gradient that is not contiguous there, its strides."""
 
     @property
     def reduced(self) -> Sequence[Tensor]:
-        """The parameters whose gradients it reduces."""
-
-    @property
-    def trained(self) -> Sequence[bool]:
-        """Of each of them, in order, whether it requires one now."""
+        """The parameters whose gradients it reduces, in the same order on all ranks."""
 
     @property
     def has_started(self) -> bool:

@@ -135,13 +135,15 @@ class Step:
         self._manager._driver.contribute()
 
     def check_gradients(self) -> None:
-        """A backward is about to follow. Raises InvalidOperationError: MANAGERSLOTS-2."""
+        """A forward is about to begin, and then a backward. Raises InvalidOperationError: MANAGERSLOTS-2; or
+        MismatchError: ALIKE-3."""
         if self._has_contributed:
             raise InvalidOperationError(
                 f"this rank's gradients of step {self.index} are reduced already, because a loop over slots has ended "
                 "of which this rank had none: train on the slots of one `GlobalBatch` in a step, in one loop, and loop "
                 "over those of an evaluation inside `torch.no_grad()`"
             )
+        self._manager._driver.comparison.compare_trained()
 
     def __enter__(self) -> Step:
         """Raises InvalidOperationError: it was entered before. Its samples would count as those of the next step."""
@@ -526,10 +528,6 @@ class QuorumManager:
         if device is None or device.type == "cpu":
             return self._rendezvous.empty(num, dtype)
         return torch.empty(num, dtype=dtype, device=device)
-
-    def compare_trained(self) -> None:
-        """A forward of the step under way is about to begin. Raises MismatchError: ALIKE-3."""
-        self._driver.compare_trained()
 
     def add_reducer(self, reducer: Reducer) -> None:
         self._driver.reducers.append(reducer)

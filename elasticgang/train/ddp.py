@@ -24,7 +24,7 @@ DDP-10  The wrappers of a rank reduce in the order in which they were made, beca
 DDP-11  Where parameters lie in memory in another order than when the buckets were cut, as after `to(memory_format=)`,
     every rank cuts them anew before the first forward of a step. Otherwise only a rank that an exception has made do
     so would have the new order, and the ranks would add the gradients of different elements. So they would if the order
-    changed later in a step, as ranks without slots have no forward: that is an error. ALIKE-4 compares the order.
+    changed later in a step, as ranks without slots have no forward: that is an error. ALIKE-2 compares the order.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -250,7 +250,6 @@ class DistributedDataParallel(nn.Module):
         self._manager.step.check()
         self._manager.step.check_gradients()
         self._trainable.check()
-        self._manager.compare_trained()
         if self._reduced:
             raise _late()
         if not self._has_followed:
@@ -295,15 +294,12 @@ class DistributedDataParallel(nn.Module):
             return ()  # the sums of slots keep the order in which the module was wrapped
         named = zip(self._trainable.names, self._trainable.parameters, strict=True)
         found = {name: _places_of([each])[0] for name, each in named if not each.is_contiguous()}
-        return tuple([(name, str(place.stride)) for name, place in found.items() if not place.is_contiguous])
+        places = [(name, place) for name, place in found.items() if not place.is_contiguous]
+        return tuple((f"the order in memory of {name}", str(place.stride)) for name, place in places)
 
     @property
     def reduced(self) -> list[nn.Parameter]:
         return self._trainable.parameters
-
-    @property
-    def trained(self) -> list[bool]:
-        return self._trainable.trained
 
     @property
     def has_started(self) -> bool:

@@ -104,7 +104,6 @@ class PipelineParallel(ShardedDataParallel):
         found: list[Tensor] = []
         if len(slots):
             self._manager.step.check_gradients()
-            self._manager.compare_trained()
             with _batched(self._manager.gangs.pp.as_process_group()) as start_messages:
                 self._run_schedule(slots, inputs, targets, found, start_messages)
             self._take_sample()

@@ -145,7 +145,6 @@ class ShardedDataParallel(nn.Module):
         step.check()
         step.check_gradients()
         self._trainable.check()
-        self._manager.compare_trained()
         if self._of_slots is not None:
             self._of_slots.enter_slot()
         self._sample = []
@@ -187,10 +186,6 @@ class ShardedDataParallel(nn.Module):
     @property
     def reduced(self) -> list[nn.Parameter]:
         return self._trainable.parameters
-
-    @property
-    def trained(self) -> list[bool]:
-        return self._trainable.trained
 
     @property
     def has_started(self) -> bool:

@@ -48,11 +48,6 @@ class Trainable:
         """Those of `parameters` when the module was wrapped."""
         return [self._names[id(parameter)] for parameter in self.parameters]
 
-    @property
-    def trained(self) -> list[bool]:
-        """Of each of `parameters`, whether it requires gradients now."""
-        return [parameter.requires_grad for parameter in self.parameters]
-
     def form(self, how: str, groups: Iterable[Sequence[Tensor]]) -> Form:
         """Of a reducer (FORM-1) that reduces the gradients of these `groups` of parameters one after the other. `how`:
         its options."""

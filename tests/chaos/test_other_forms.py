@@ -111,7 +111,7 @@ def test_a_rank_that_comes_back_with_another_form_is_refused_and_the_others_go_o
         assert spawned.count(1) == 2
 
 
-# ALIKE-2, ALIKE-4
+# ALIKE-2
 @pytest.mark.parametrize(
     ("change", "what", "divides"),
     [

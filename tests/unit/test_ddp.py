@@ -441,7 +441,7 @@ def test_ranks_agree_on_the_order_of_elements_where_the_script_has_changed_it(
         assert torch.equal(gradient(is_left=False, has_slots=False), first)
 
 
-# ALIKE-4
+# ALIKE-2
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_ranks_compare_the_order_of_elements_where_the_script_can_change_it(options: dict[str, Any]) -> None:
     """With the sums of slots, it stays what it was when the module was wrapped."""
@@ -452,7 +452,7 @@ def test_ranks_compare_the_order_of_elements_where_the_script_can_change_it(opti
         module[0].weight.data = torch.ones(2, 3).T
         module[1].weight.data = torch.ones(2, 5)[:, :3]  # the gradient of one with gaps is contiguous
     is_by_slots = options.get("keep") or options.get("reduction") == "reproducible"
-    assert ddp.order == (() if is_by_slots else (("0.weight", "(1, 3)"),))
+    assert ddp.order == (() if is_by_slots else (("the order in memory of 0.weight", "(1, 3)"),))
 
 
 # DDP-11
