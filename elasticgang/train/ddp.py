@@ -217,7 +217,7 @@ class DistributedDataParallel(nn.Module):
         ddp.register_comm_hook(None, self._hook)
         self._parameters_of = ddp.fix(empty)  # each bucket
         self._places_of = [_places_of(parameters) for parameters in self._parameters_of]
-        self._strides = _strides_of(self._trainable.parameters)
+        self._strides = self._trainable.strides
         self._ddp = [ddp]  # in a list, so that it is not a submodule: its parameters would appear twice
 
     @property
@@ -249,11 +249,10 @@ class DistributedDataParallel(nn.Module):
         """
         self._manager.step.check()
         self._manager.step.check_gradients()
-        self._trainable.check()
         if self._reduced:
             raise _late()
         if not self._has_followed:
-            self._follow_strides()
+            self._follow()
         if self._of_slots is not None:
             self._of_slots.enter_slot()
         # torch's reducer must not look for unused parameters here: it raises if an earlier slot's gradient is gone.
@@ -293,9 +292,10 @@ class DistributedDataParallel(nn.Module):
         if self._of_slots is not None:
             return ()  # the sums of slots keep the order in which the module was wrapped
         named = zip(self._trainable.names, self._trainable.parameters, strict=True)
-        found = {name: _places_of([each])[0] for name, each in named if not each.is_contiguous()}
-        places = [(name, place) for name, place in found.items() if not place.is_contiguous]
-        return tuple((f"the order in memory of {name}", str(place.stride)) for name, place in places)
+        found = [(name, _places_of([each])[0]) for name, each in named if not each.is_contiguous()]
+        return tuple(
+            (f"the order in memory of {name}", str(place.stride)) for name, place in found if not place.is_contiguous
+        )
 
     @property
     def reduced(self) -> list[nn.Parameter]:
@@ -335,9 +335,8 @@ class DistributedDataParallel(nn.Module):
             raise _late()
 
     def contribute(self) -> None:
-        self._trainable.check()
         self._check_late()
-        self._follow_strides()
+        self._follow()
         self._waiting = []
         if len(self._reduced) == len(self._parameters_of):
             self._start_in_turn()
@@ -396,13 +395,11 @@ class DistributedDataParallel(nn.Module):
                 if not count:
                     parameter.grad = None
 
-    def _follow_strides(self) -> None:
-        """DDP-11. Raises InvalidOperationError: a parameter has another dtype than its bucket, or lies in memory in
-        another order than in the first forward of the step."""
-        if not self._has_followed:
-            self._trainable.check_dtypes()
-        strides = _strides_of(self._trainable.parameters)
-        if strides != self._strides:
+    def _follow(self) -> None:
+        """DDP-11, before the first forward of a step and before the vote. Raises InvalidOperationError: as
+        `Trainable.check`; or a parameter lies in memory in another order than in the first forward of the step."""
+        self._trainable.check(dtypes=not self._has_followed)
+        if (strides := self._trainable.strides) != self._strides:
             if self._has_followed:
                 pairs = zip(self._trainable.names, strides, self._strides, strict=True)
                 raise InvalidOperationError(
@@ -456,10 +453,6 @@ def _places_of(parameters: list[Tensor]) -> list[_Place]:
         places.append(_Place(parameter.shape, like.stride(), start, parameter.is_complex()))
         start += parameter.numel() * (2 if parameter.is_complex() else 1)
     return places
-
-
-def _strides_of(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    return [parameter.stride() for parameter in parameters]
 
 
 def _late() -> InvalidOperationError:

@@ -144,7 +144,7 @@ class ShardedDataParallel(nn.Module):
         step = self._manager.step
         step.check()
         step.check_gradients()
-        self._trainable.check()
+        self._trainable.check(dtypes=False)
         if self._of_slots is not None:
             self._of_slots.enter_slot()
         self._sample = []
@@ -195,9 +195,7 @@ class ShardedDataParallel(nn.Module):
         """SHARDED-1, SHARDED-2."""
         if self._has_contributed:
             return
-        self._trainable.check()
-        if self._of_slots is not None:
-            self._trainable.check_dtypes()
+        self._trainable.check(dtypes=self._of_slots is not None)
         self._check_reduced()
         self._has_contributed = True
         same = [each for each in self._sample if each[0].grad is each[1]]  # not one that is laid out anew (SHARDED-3)

@@ -19,13 +19,15 @@ class Trainable:
     """Those of `module`, from now on."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        found = dict(module.named_parameters())
+        self._others = {name: each for name, each in found.items() if not each.requires_grad}
+        self.names = [name for name in found if name not in self._others]
+        self.parameters = [found[name] for name in self.names]
         self._dtypes = [parameter.dtype for parameter in self.parameters]
-        self._others = {name: each for name, each in module.named_parameters() if not each.requires_grad}
 
-    def check(self) -> None:
-        """Raises InvalidOperationError: another parameter requires gradients now."""
+    def check(self, *, dtypes: bool) -> None:
+        """Raises InvalidOperationError: another parameter requires gradients now; or, with `dtypes`, one of these has
+        another dtype than the memory for its gradient."""
         for name, parameter in self._others.items():
             if parameter.requires_grad:
                 raise InvalidOperationError(
@@ -33,33 +35,32 @@ class Trainable:
                     "its gradient. Wrap the module while all parameters to be trained require gradients, and freeze "
                     "them by `requires_grad_(False)` afterwards."
                 )
-
-    def check_dtypes(self) -> None:
-        """Raises InvalidOperationError: a parameter has another dtype than the memory for its gradient."""
-        for parameter, dtype in zip(self.parameters, self._dtypes, strict=True):
-            if parameter.dtype is not dtype:
-                raise InvalidOperationError(
-                    f"{self._names[id(parameter)]} is {str(parameter.dtype)[6:]} now, but was {str(dtype)[6:]} when "
-                    "the module was wrapped: convert the module before you wrap it."
-                )
-
-    @property
-    def names(self) -> list[str]:
-        """Those of `parameters` when the module was wrapped."""
-        return [self._names[id(parameter)] for parameter in self.parameters]
+        if dtypes and (present := [parameter.dtype for parameter in self.parameters]) != self._dtypes:
+            pairs = zip(self.names, present, self._dtypes, strict=True)
+            name, now, then = next(each for each in pairs if each[1] is not each[2])
+            raise InvalidOperationError(
+                f"{name} is {str(now)[6:]} now, but was {str(then)[6:]} when the module was wrapped: convert the "
+                "module before you wrap it."
+            )
 
     def form(self, how: str, groups: Iterable[Sequence[Tensor]]) -> Form:
         """Of a reducer (FORM-1) that reduces the gradients of these `groups` of parameters one after the other. `how`:
         its options."""
-        in_order = [(each, number) for number, group in enumerate(groups) for each in group]
+        names: dict[Tensor, str] = dict(zip(self.parameters, self.names, strict=True))
+        in_order = [(names[each], each, number) for number, group in enumerate(groups) for each in group]
         items = [
             (
-                f"the gradient of {self._names[id(each)]}",
+                f"the gradient of {name}",
                 f"number {place}, in bucket {number}, of {each.numel()} elements of {str(each.dtype)[6:]}",
             )
-            for place, (each, number) in enumerate(in_order)
+            for place, (name, each, number) in enumerate(in_order)
         ]
         return (("the reduction", how), *items)
+
+    @property
+    def strides(self) -> list[tuple[int, ...]]:
+        """Of each of `parameters`, as it lies in memory now."""
+        return [parameter.stride() for parameter in self.parameters]
 
     @contextlib.contextmanager
     def required(self) -> Iterator[None]:
