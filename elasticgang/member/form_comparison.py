@@ -60,7 +60,8 @@ class FormComparison:
     def compare_state(self, part: tuple[int, ...]) -> None:
         """ALIKE-1. `part`: the layout and the model coordinates. Raises MismatchError: the forms differ."""
         if self._form is None:  # read once for the objects of a seat
-            self._form = *self._server.registered.form, *_of_wrappers(reducer.form for reducer in self._reducers)
+            of_wrappers = _of_wrappers(reducer.form for reducer in self._reducers)
+            self._form = (*self._server.registered.form, *of_wrappers)
         form = self._form
         if self._announced != part:
             self._forms.announce(FormOf.STATE, part, lambda: form)
@@ -89,7 +90,7 @@ class FormComparison:
         MismatchError, before the body: a peer has others."""
 
         def form() -> Form:
-            return *settings(), *_of_wrappers(reducer.order for reducer in self._reducers)
+            return (*settings(), *_of_wrappers(reducer.order for reducer in self._reducers))
 
         self._forms.announce(FormOf.SETTINGS, self._state.attempt(), form)
         try:

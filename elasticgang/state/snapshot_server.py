@@ -213,7 +213,7 @@ class SnapshotServer:
 
     @property
     def registered(self) -> RegisteredState:
-        """The registered objects. Read them on the training thread, while no apply runs, or after `lend`."""
+        """The registered objects. Read them while no apply runs, or after `lend`."""
         return self._state
 
     def lend(self, reader: Reader) -> None:

@@ -349,6 +349,24 @@ def test_a_parameter_that_required_no_gradient_must_not_do_so_later(
 
 
 # TRAINABLE-1
+@pytest.mark.parametrize("kind", [eg.DistributedDataParallel, eg.ShardedDataParallel])
+def test_a_parameter_that_comes_to_require_a_gradient_after_the_first_forward_is_found_before_the_vote(
+    kind: type[eg.DistributedDataParallel] | type[eg.ShardedDataParallel],
+) -> None:
+    manager = eg.join(layout=eg.ParallelLayout())
+    module = nn.Linear(1, 1)
+    module.bias.requires_grad_(False)
+    model = kind(manager, module)
+    manager.register_state(model=model)
+    with next(manager.steps(1)):
+        with model.accumulate(last=True):
+            model(torch.ones(1, 1)).sum().backward()
+        module.bias.requires_grad_(True)
+        with pytest.raises(eg.InvalidOperationError, match=r"bias requires gradients now"):
+            manager.commit(1.0, lambda total: None)
+
+
+# TRAINABLE-1
 def test_buckets_that_are_made_again_after_an_error_are_the_same_whatever_is_frozen() -> None:
     manager = eg.join(layout=eg.ParallelLayout())
     module = nn.Linear(1, 1)
