@@ -294,6 +294,22 @@ def test_a_scale_by_which_nothing_is_multiplied_or_divided_has_a_warning(
     assert all(line.startswith(told or "") for line in caplog.messages)
 
 
+# OPTIMIZER-6
+def test_a_scaler_of_another_optimizer_has_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    manager, scaler = eg.join(), torch.amp.GradScaler("cpu")
+    model = eg.DistributedDataParallel(manager, torch.nn.Linear(2, 2))
+    scaled, plain = (torch.optim.SGD([each], lr=0.1) for each in model.parameters())
+    optims = [eg.Optimizer(manager, scaled, scaler=scaler), eg.Optimizer(manager, plain)]
+    manager.register_state(model=model, scaled=scaled, plain=plain, scaler=scaler)
+    for step in manager.steps(2):
+        with step:
+            with model.accumulate(last=True):
+                loss = model(torch.ones(1, 2)).sum()
+                (loss if step.index else scaler.scale(loss)).backward()
+            assert optims[step.index].step(weight=1.0)
+    assert not caplog.messages
+
+
 class Noisy(torch.optim.SGD):
     """Draws in its step, as optimizers with noise or stochastic rounding do."""
 
