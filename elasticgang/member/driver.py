@@ -15,6 +15,11 @@ DRIVER-7  As in DRIVER-3, a number that stands for the learning rates is summed,
 DRIVER-8  Along `tp` and `pp` all ranks count the same samples, and the sum of the weights is divided by their number.
     As in DRIVER-3, what the first one of each such group counts is summed too: a weight that the last stage alone gives
     would make all gradients larger by a factor. A rank that has reported an error may give any weight.
+DRIVER-9  What the script does in its loop behind `with step:`, it does also for a step that is dropped, and on some
+    ranks only. The small state is put back once more then. Parameters cannot be: a warning names one that has changed.
+DRIVER-10  A rank that has no part of the step, because it or its replica group heals, adds neither gradients nor a
+    weight, whatever its script has computed: its parameters are not those of the job. A script that takes its samples
+    otherwise than from a `GlobalBatch` computes something there.
 """
 
 from __future__ import annotations
@@ -92,6 +97,8 @@ class MemberDriver:
         self._to_apply: Callable[[], None] = lambda: None
         self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
         self._has_failed_last = False  # the save of the final state
+        self._was_dropped = False  # the last step
+        self._has_warned = False  # DRIVER-9
         self._sized = 0  # the newest generation in which the state of optimizers was measured
         self._covered = 0  # the newest generation whose stages were found to have everything
 
@@ -115,6 +122,8 @@ class MemberDriver:
                 changed a parameter.
             MismatchError: ALIKE-2.
         """
+        if self.lifecycle.state.share() is None:  # DRIVER-10
+            weight = 0.0
         self.lifecycle.check_unvoted()  # before what the first vote has changed is noticed
         if (changed := self._state_server.registered.changed_parameter()) is not None:
             raise InvalidOperationError(
@@ -151,9 +160,33 @@ class MemberDriver:
                 self._rendezvous.poison(failure)
                 error = failure
 
+    def reach_step(self) -> None:
+        """The script is about to get the next step."""
+        self._state_server.registered.reach_step()
+
+    def leave_step(self) -> None:
+        """DRIVER-9. The script's code behind `with step:` has run."""
+        if not self._was_dropped:
+            return
+        self._was_dropped, changed = False, self._state_server.registered.changed_parameter()
+        self._state_server.restore()
+        if changed is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the script has changed the parameter %s behind `with step:`, after step %d was dropped, which is "
+                "tried again: it has changed once too often, and on some ranks only, unless that was undone. Put code "
+                "that must follow a committed step under `if optim.step(...)`",
+                changed,
+                self.lifecycle.state.committed.step,
+            )
+
     def contribute(self) -> None:
         self.comparison.announce_trained(is_known=False)  # first: the script's own collectives may follow
+        has_part = self.lifecycle.state.share() is not None
         for reducer in self.reducers:
+            if not has_part:  # DRIVER-10
+                for parameter in reducer.reduced:
+                    parameter.grad = None
             reducer.contribute()
 
     def _saves(self) -> tuple[float, float]:
@@ -437,6 +470,7 @@ class MemberDriver:
         self._state_server.registered.drop_gradients()  # DRIVER-6
         if end.restores:
             self._state_server.restore()
+        self._was_dropped = end.restores
 
     def _keep_former(self, former: FormerState | None, *, is_dropped: bool) -> None:
         mover, record = self.mover, self.lifecycle.state.record

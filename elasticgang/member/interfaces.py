@@ -58,7 +58,10 @@ class Registered(Protocol):
         """The numbers of those of `parameters` that are in nothing that is registered."""
 
     def changed_parameter(self) -> str | None:
-        """The name of a parameter that was changed since the step began, if any."""
+        """The name of a parameter that was changed since `begin`, or since `restore`, if any."""
+
+    def reach_step(self) -> None:
+        """The script is about to get the next step: snapshot what forward and the code around it change."""
 
     def unlike_loaded(self) -> tuple[list[str], list[str]]:
         """The names of parameters that were frozen in the checkpoint that was loaded, and have required gradients in
@@ -113,14 +116,13 @@ class StateServer(Protocol):
         """Learners are about to request the state of `attempt`, which this rank holds. Does not block."""
 
     def begin(self, attempt: Attempt | None) -> None:
-        """Begin a step on the state of `attempt` (None: on no state): snapshot what forward changes, and serve
-        learners."""
+        """Begin a step on the state of `attempt` (None: on no state): serve learners, from that snapshot."""
 
     def forward_done(self) -> None:
         """The step's forward has ended: serve what it changed to learners too."""
 
     def restore(self) -> None:
-        """Drop the step: restore what forward changed."""
+        """Drop the step: restore what was changed since `reach_step`, without parameters."""
 
     def exclusive(self) -> AbstractContextManager[None]:
         """A context for changes of the state, in which no learner reads. It waits for reading learners up to a limit,

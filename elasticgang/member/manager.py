@@ -300,9 +300,11 @@ class QuorumManager:
 
     def unreduced(self, parameters: Sequence[Tensor]) -> list[int]:
         """The numbers of those of `parameters` whose gradients no wrapped module reduces; none, if no module is
-        wrapped."""
+        wrapped, and the script may have summed them by a collective of its own, or is alone."""
         reducers = self._driver.reducers
-        if not reducers or not all(isinstance(reducer, torch.nn.Module) for reducer in reducers):
+        if not reducers and (self.num_collectives or self.gangs.dp.size == 1):
+            return []
+        if not all(isinstance(reducer, torch.nn.Module) for reducer in reducers):
             return []
         known = {id(each) for reducer in reducers for each in reducer.reduced}
         return [number for number, each in enumerate(parameters) if id(each) not in known]
@@ -476,9 +478,11 @@ class QuorumManager:
                     continue
                 step = Step(self, self.committed_steps, is_first=self._stepped != self.generation)
                 self._stepped = self.generation
+                driver.reach_step()
                 yield step
                 if not step.closed:
                     raise InvalidOperationError(f"step {step.index} was not used; write `with step:` in the loop")
+                driver.leave_step()
             returned = True
         finally:
             if not self._is_forked:

@@ -100,8 +100,9 @@ class RegisteredState:
         self._forms: dict[str, Form] = {}  # by the name of the object, of those that `form` has read
         self._loaded = Loaded((), {}, {})
         self._has_begun = False  # a step: what is loaded from now on replaces no settings of the script
-        self._versions: dict[str, list[int]] = {}  # of the parameters, when the step began (REGISTERED-9)
+        self._versions: dict[str, list[int]] = {}  # of the parameters, as of `changed_parameter`
         self.snapshot: dict[str, Any] = {}
+        self._has_snapshot = False  # of the step that is about to begin
         self._held: list[HeldBuffers] = []  # with the snapshot
         self.written: Any = None
 
@@ -230,18 +231,29 @@ class RegisteredState:
     def of_class(self, kind: type[_T]) -> list[_T]:
         return [each for each in self._others.values() if isinstance(each, kind)]
 
+    def reach_step(self) -> None:
+        """SNAPSHOT-5: the script is about to get the next step."""
+        self.keep_snapshot()
+        self._has_snapshot = True
+
     def begin_step(self) -> None:
         self._has_begun = True
-        self.keep_snapshot()  # also without state: this rank's may be designated (RECOVERY-3)
+        if not self._has_snapshot:
+            self.keep_snapshot()  # also without state: this rank's may be designated (RECOVERY-3)
+        self._has_snapshot = False
         for name, module in self._modules.items():
             if not any(isinstance(parameter, DTensor) for parameter in self._parameters[name].values()):
                 self._parameters[name] = self._named(
                     name, module.named_parameters()
                 )  # FSDP replaces them while it is gathered
+        self._count_versions()
+
+    def _count_versions(self) -> None:
         self._versions = {name: _versions(of_module.values()) for name, of_module in self._parameters.items()}
 
     def changed_parameter(self) -> str | None:
-        """The name of a parameter that the step has changed, if any (REGISTERED-9)."""
+        """The name of a parameter that was changed since the step began (REGISTERED-9), or since it was dropped, if
+        any."""
         for name, of_module in self._parameters.items():
             before, now = self._versions.get(name), _versions(of_module.values())
             if before is not None and now != before:
@@ -296,6 +308,7 @@ class RegisteredState:
         for held in self._held:  # BUFFERS-1
             held.put_back()
         self.load_small(self.snapshot)
+        self._count_versions()
 
     def load(self, state: dict[str, Any]) -> None:
         """All of it: the step in which this rank heals may be dropped, so the snapshot is of it too."""

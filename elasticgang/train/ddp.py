@@ -13,7 +13,8 @@ DDP-6  Only a forward inside `accumulate` prepares torch's reducer. It would sta
     backward of the first slot would then reduce.
 DDP-7  Nothing changes a gradient whose reduction has begun: the sum over the ranks would lack what is added, and the
     ranks would differ. Backward then raises, or `accumulate` does. The version of a bucket counts the changes, and that
-    of a gradient where the last backward has not filled its bucket: the reduction begins with the vote there.
+    of a gradient where the last backward has not filled its bucket: the reduction begins with the vote there. Nor does
+    anything replace a gradient or drop it, which would change nothing.
 DDP-8  A gradient that no rank has is None, and no optimizer changes its parameter. The totals tell whether any rank
     has all gradients. Only if none has, the ranks sum for each parameter how many of them have its gradient. The sums
     of slots count that themselves (SUM-3).
@@ -186,7 +187,7 @@ class DistributedDataParallel(nn.Module):
         self._reduced: list[_Reduced] = []  # one entry for each bucket
         self._num_started = 0  # of them
         self._own: list[Tensor | None] = []  # this rank's gradients, as of `finish`
-        self._waiting: list[tuple[Tensor, Tensor, int]] = []  # gradients whose reduction is to come (DDP-7)
+        self._final: list[tuple[Tensor, Tensor, int]] = []  # the gradients after the last backward (DDP-7)
         self._accumulates = False
         self._has_followed = False  # in this step (DDP-11)
         self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
@@ -256,7 +257,8 @@ class DistributedDataParallel(nn.Module):
         if self._of_slots is not None:
             self._of_slots.enter_slot()
         # torch's reducer must not look for unused parameters here: it raises if an earlier slot's gradient is gone.
-        by_hook = last and (self._of_slots is None or not self._finds_unused)
+        has_part = self._manager.step.share is not None  # DRIVER-10
+        by_hook = last and has_part and (self._of_slots is None or not self._finds_unused)
         self._accumulates = True
         try:
             with contextlib.nullcontext() if by_hook else self._ddp[0].no_sync():
@@ -264,9 +266,9 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._accumulates = False
         self._check_late()
-        if last:
-            waiting = (each for bucket in self._parameters_of[len(self._reduced) :] for each in bucket)
-            self._waiting = [(each, grad, grad._version) for each in waiting if (grad := each.grad) is not None]
+        if last and has_part:
+            every = (each for bucket in self._parameters_of for each in bucket)
+            self._final = [(each, grad, grad._version) for each in every if (grad := each.grad) is not None]
 
     def _hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         """DDP-3, DDP-4."""
@@ -331,13 +333,13 @@ class DistributedDataParallel(nn.Module):
         """DDP-7. Raises InvalidOperationError."""
         if any(each.buffer._version != each.version for each in self._reduced):
             raise _late()
-        if any(each.grad is not grad or grad._version != version for each, grad, version in self._waiting):
+        if any(each.grad is not grad or grad._version != version for each, grad, version in self._final):
             raise _late()
 
     def contribute(self) -> None:
         self._check_late()
         self._follow()
-        self._waiting = []
+        self._final = []
         if len(self._reduced) == len(self._parameters_of):
             self._start_in_turn()
             return
@@ -410,7 +412,7 @@ class DistributedDataParallel(nn.Module):
         self._has_followed = True
 
     def _forget(self) -> None:
-        self._pending, self._reduced, self._num_started, self._waiting = [], [], 0, []
+        self._pending, self._reduced, self._num_started, self._final = [], [], 0, []
         self._is_under_way = self._has_followed = False
 
     def drop(self, *, rebuild: bool) -> None:

@@ -15,6 +15,8 @@ OPTIMIZER-4  An apply begins with the same seeds of torch's generators on every 
 OPTIMIZER-5  The optimizer and all parameters that it trains are registered state: a rank that joins would lack others.
 OPTIMIZER-6  A warning tells of a scaler by which losses are not multiplied, or gradients are not divided: optimizers
     such as AdamW hide the factor. An error would refuse a script that does one of both by itself.
+OPTIMIZER-7  A warning names a number that the optimizer's first step changes and its state dict lacks, as a counter of
+    steps: a rank that joins would begin with another one, and train otherwise than the others.
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ class Optimizer:
         self._manager = manager
         self._has_checked = False  # `_check_elementwise`
         self._is_known = False  # `_check_registered`
+        self._has_applied = False  # OPTIMIZER-7
         self._groups: list[list[Tensor]] | None = None  # as of the first step (OPTIMIZER-3)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scaler_is_known = False  # `_check_scaled`
@@ -240,7 +243,11 @@ class Optimizer:
             seed_generators(seed)
         if not overflows:
             self._split_mixed_lists()
+            before = None if self._has_applied else _unsaved(self.optim)
             self.optim.step()
+            if before is not None:
+                self._has_applied = True
+                _warn_of_unsaved(before, _unsaved(self.optim))
         self.optim.zero_grad(set_to_none=True)
         if self._scaler is not None:
             self._scaler.load_state_dict(next_state(self._scaler.state_dict(), overflows=overflows))
@@ -327,7 +334,7 @@ class Optimizer:
         if left := self._manager.unreduced(trained):
             log.warning(
                 "%s in no wrapped module, as it was when it was wrapped: the ranks do not sum the gradients, unless "
-                "the script does so itself. Wrap one module that has all parameters.",
+                "the script does so itself. Wrap one module that has all parameters, by `eg.DistributedDataParallel`.",
                 _what(trained, left),
             )
         self._is_known = True
@@ -453,10 +460,33 @@ def _refuse_communicating(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def _saves_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    kind, plain = type(optimizer), torch.optim.Optimizer
+    return kind.state_dict is not plain.state_dict and kind.load_state_dict is not plain.load_state_dict
+
+
+def _unsaved(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """OPTIMIZER-7: the numbers that it has as attributes, unless it saves by methods of its own."""
+    if _saves_by_itself(optimizer):
+        return {}
+    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+
+
+def _warn_of_unsaved(before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """OPTIMIZER-7"""
+    if changed := [name for name, value in after.items() if before.get(name) != value]:
+        log.warning(
+            "the state dict of the optimizer lacks `%s`, which its step changes: a rank that starts later begins with "
+            "another value, and trains otherwise than the others. Keep it in `state` or `param_groups`, or give the "
+            "class `state_dict` and `load_state_dict`",
+            "`, `".join(changed),
+        )
+
+
 def _refuse_inner(optimizer: torch.optim.Optimizer) -> None:
     """What torch's methods save and load is the state of `optimizer` alone."""
     kind, plain = type(optimizer), torch.optim.Optimizer
-    if kind.state_dict is not plain.state_dict and kind.load_state_dict is not plain.load_state_dict:
+    if _saves_by_itself(optimizer):
         return
     for name, value in vars(optimizer).items():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)

@@ -64,6 +64,28 @@ for step in manager.steps(100_000):
 """
 
 
+OWN_SAMPLES = """
+import sys
+import torch
+import elasticgang as eg
+
+manager = eg.join()
+module = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(module.weight)
+model = getattr(eg, sys.argv[1])(manager, module)
+optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0))
+manager.register_state(model=model, optim=optim)
+num_learned = 0.0
+for step in manager.steps(3):
+    with step:
+        num_learned += step.share is None
+        with model.accumulate(last=True):
+            model(torch.ones(5, 1)).sum().backward()
+        optim.step(weight=5.0)
+print("learned:", num_learned, "weight:", module.weight.item())
+"""
+
+
 def run(tmp_path: Path, layout: str, ranks: int, form: str, text: str = JOB) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "job.py"
     script.write_text(text)
@@ -93,3 +115,17 @@ def test_an_active_rank_whose_group_has_a_learner_may_give_any_weight(tmp_path: 
     done = run(tmp_path, "tp=2,min_replicas=2", 4, str(tmp_path / "died"), DIES)
     assert done.returncode == 0, done.stderr
     assert "was killed by SIGKILL" in done.stderr
+
+
+# DRIVER-10
+@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "ShardedDataParallel"])
+def test_a_rank_that_heals_adds_no_gradients_of_samples_that_its_script_has_chosen(
+    wrapper: str, tmp_path: Path
+) -> None:
+    """The gradient of each sample is 1, so that each step must change the parameter by 1."""
+    done = run(tmp_path, "sdp=1", 2, wrapper, OWN_SAMPLES)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.partition("learned:")[2] for line in done.stdout.splitlines() if "learned:" in line) == [
+        " 0.0 weight: -3.0",
+        " 1.0 weight: -3.0",
+    ]

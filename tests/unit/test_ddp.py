@@ -245,9 +245,12 @@ def test_a_forward_outside_of_accumulate_leaves_the_gradients_as_they_are(place:
 OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"reduction": "reproducible"}, {"keep": True}]
 
 
+CHANGES = ["clips", "replaces", "drops"]
+
+
 # DDP-7
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("place", ["of one forward", "inside", "in another", "after", "before the vote", "clips"])
+@pytest.mark.parametrize("place", ["of one forward", "inside", "in another", "after", "before the vote", *CHANGES])
 def test_a_backward_after_the_one_that_reduces_is_refused(place: str, options: dict[str, Any]) -> None:
     """Its gradient would be added to what is reduced already."""
     manager, ddp = doubled(nn.Linear(1, 1), **options)
@@ -270,6 +273,9 @@ def test_a_backward_after_the_one_that_reduces_is_refused(place: str, options: d
             loss.backward()
         if place == "clips":
             nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+        elif place in CHANGES:
+            for each in ddp.parameters():
+                each.grad = grad_of(each) / 2 if place == "replaces" else None
         manager.commit(1.0, lambda total: None)
 
     with pytest.raises(eg.InvalidOperationError, match=r"call `backward` once there"), next(manager.steps(1)) as step:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import elasticgang as eg
+from elasticgang.gang.fake import FakeGang
 from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.state.registered_state import RegisteredState
 from elasticgang.state.snapshot_server import SnapshotServer
@@ -266,6 +268,32 @@ def test_a_parameter_that_comes_into_the_wrapped_module_later_is_named(caplog: p
     assert [line for line in caplog.messages if line.startswith(told)]
 
 
+class Paired(LocalRendezvous):
+    """As if another rank had other samples."""
+
+    def __init__(self, num_collectives: int) -> None:
+        super().__init__(eg.ParallelLayout(), CPU)
+        self.gangs = replace(self.gangs, dp=FakeGang(CPU, size=2))
+        self.num_collectives = num_collectives
+
+
+@pytest.mark.parametrize(("num_collectives", "is_told"), [(0, True), (1, False)])
+def test_gradients_that_nothing_sums_over_the_ranks_are_told(
+    num_collectives: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = eg.ParallelLayout()
+    manager = eg.QuorumManager(Paired(num_collectives), SnapshotServer(), layout, CPU)
+    model = torch.nn.Linear(2, 2)
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.register_state(model=model, optim=optim)
+    for step in manager.steps(2):
+        with step:
+            model(torch.ones(1, 2)).sum().backward()
+            assert optim.step(weight=1.0)
+    told = [line for line in caplog.messages if "2 parameters of the optimizer" in line and "no wrapped module" in line]
+    assert len(told) == len(caplog.messages) == is_told
+
+
 # OPTIMIZER-6
 @pytest.mark.parametrize(
     ("is_given", "is_scaled", "told"),
@@ -308,6 +336,45 @@ def test_a_scaler_of_another_optimizer_has_no_warning(caplog: pytest.LogCaptureF
                 (loss if step.index else scaler.scale(loss)).backward()
             assert optims[step.index].step(weight=1.0)
     assert not caplog.messages
+
+
+class Counting(torch.optim.SGD):
+    """Slows down by the number of its steps, which its state dict lacks."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.num_steps, self.name, self.is_new = 0, "counting", True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps, self.is_new = self.num_steps + 1, False
+        super().step()
+
+
+class Saving(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_steps = state_dict.pop("num_steps")
+        super().load_state_dict(state_dict)
+
+
+# OPTIMIZER-7
+@pytest.mark.parametrize(("kind", "is_told"), [(Counting, True), (Saving, False), (torch.optim.SGD, False)])
+def test_a_number_that_the_state_dict_of_an_optimizer_lacks_is_named_once(
+    kind: type[torch.optim.SGD], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, model = eg.join(), torch.nn.Linear(2, 2)
+    sgd = kind(model.parameters())
+    optim, schedule = eg.Optimizer(manager, sgd), torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9)
+    manager.register_state(model=model, optim=optim, schedule=schedule)
+    for step in manager.steps(3):
+        with step:
+            model(torch.ones(1, 2)).sum().backward()
+            if optim.step(weight=1.0):
+                schedule.step()
+    told = [line for line in caplog.messages if line.startswith("the state dict of the optimizer lacks `num_steps`")]
+    assert len(told) == len(caplog.messages) == is_told
 
 
 class Noisy(torch.optim.SGD):

@@ -1,0 +1,106 @@
+"""What a script does in its loop before or behind `with step:`, it does for a step that is dropped too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import elasticgang as eg
+from elasticgang.member.local_rendezvous import LocalRendezvous
+from elasticgang.member.manager import QuorumManager
+from elasticgang.state.snapshot_server import SnapshotServer
+from elasticgang.train.optimizer import Optimizer
+
+CPU = torch.device("cpu")
+NUM_STEPS = 3
+LOST = 1  # the step that is dropped once
+
+
+class Loop:
+    """A job of one rank with a schedule and an average of the weights."""
+
+    def __init__(self) -> None:
+        layout = eg.ParallelLayout()
+        self.server = SnapshotServer()
+        self.manager = QuorumManager(LocalRendezvous(layout, CPU), self.server, layout, CPU)
+        self.model, self.average = nn.Linear(2, 1), nn.Linear(2, 1)
+        sgd = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.optim = Optimizer(self.manager, sgd)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+        state = {"model": self.model, "average": self.average, "optim": self.optim, "schedule": self.schedule}
+        self.manager.register_state(**state)
+
+    @property
+    def rate(self) -> float:
+        rate: float = self.optim.param_groups[0]["lr"]
+        return rate
+
+    def steps(self) -> Iterator[tuple[int, bool]]:
+        """Yields each attempt at a step twice: before `with step:`, and behind it, with whether it is behind."""
+        is_lost = False
+        for step in self.manager.steps(NUM_STEPS):
+            yield step.index, False
+            with step:
+                self.model(torch.ones(2)).sum().backward()
+                if step.index == LOST and not is_lost:
+                    is_lost = True
+                    self.manager.report_error(ValueError("not finite"))
+                self.optim.step(weight=1.0)
+            yield step.index, True
+
+
+# DRIVER-9
+@pytest.mark.parametrize("is_behind", [True, False], ids=["behind", "before"])
+def test_a_schedule_goes_on_once_for_each_step_that_is_committed(is_behind: bool) -> None:
+    loop = Loop()
+    for index, behind in loop.steps():
+        if behind == is_behind and (behind or index > 0):  # torch warns of a schedule that steps before the optimizer
+            loop.schedule.step()
+    assert loop.schedule.last_epoch == (expected := NUM_STEPS - (not is_behind))
+    assert loop.rate == 0.5**expected
+
+
+# SNAPSHOT-5
+def test_a_learner_and_a_checkpoint_get_what_a_step_begins_with_before_the_code_of_the_loop() -> None:
+    loop = Loop()
+    seen = []
+    for step in loop.manager.steps(NUM_STEPS):
+        if step.index > 0:
+            loop.schedule.step()  # a rank that begins with this step calls it too
+        with step:
+            seen.append(loop.server.registered.snapshot["others"]["schedule"]["last_epoch"])
+            loop.model(torch.ones(2)).sum().backward()
+            loop.optim.step(weight=1.0)
+    assert seen == [0, 0, 1]
+
+
+def changed(loop: Loop, *, only_of_committed: bool) -> None:
+    former = -1
+    for index, behind in loop.steps():
+        is_committed = loop.manager.committed_steps > index
+        if behind and (is_committed or not only_of_committed):
+            with torch.no_grad():
+                loop.average.weight.add_(1)
+        former = index
+    assert former == NUM_STEPS - 1
+
+
+# DRIVER-9
+def test_a_parameter_that_a_script_changes_behind_a_dropped_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        changed(Loop(), only_of_committed=False)
+    (message,) = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert "'weight' of 'average'" in message
+    assert "if optim.step(...)" in message
+
+
+def test_nothing_is_told_of_parameters_that_change_behind_committed_steps_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        changed(Loop(), only_of_committed=True)
+    assert not [record for record in caplog.records if "dropped" in record.getMessage()]
