@@ -389,7 +389,10 @@ class MemberLifecycle:
         """Raises InvalidOperationError: the step under way was voted on before."""
         if (step := self._step) is not None and step.has_voted:
             index = step.attempt.step - 1
-            raise InvalidOperationError(f"step {index} was voted on before; there is one `optim.step` in a step")
+            raise InvalidOperationError(
+                f"step {index} was voted on before; there is one `optim.step` in a step: give one optimizer the "
+                "parameters of both, as groups, or let two take turns by `step.index`"
+            )
 
     @property
     def sums(self) -> tuple[float, ...]:
