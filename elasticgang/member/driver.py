@@ -170,7 +170,7 @@ class MemberDriver:
             return
         self._was_dropped, changed = False, self._state_server.registered.changed_parameter()
         self._state_server.restore()
-        if changed is not None and not self._has_warned:
+        if changed is not None and not self._has_warned and self.lifecycle.state.tip is not None:  # else it heals first
             self._has_warned = True
             log.warning(
                 "the script has changed the parameter %s behind `with step:`, after step %d was dropped, which is "

@@ -10,7 +10,7 @@ MANAGER-1  A step is committed only through a vote in which every active member 
 MANAGER-2  When a vote fails on a rank that has prepared, the rank keeps the attempt until a record names its fate, and
     requests that record before anything else.
 MANAGER-3  Applying communicates nothing; `torn` brackets it; a torn state is no state (RULE-10).
-MANAGER-4  A snapshot of what forward changes is taken when a step begins, and restored when the step is dropped.
+MANAGER-4  A snapshot of what forward changes is taken before a step begins, and restored when the step is dropped.
 MANAGER-5  The gradients of a prepared attempt are made ready to apply before this rank gets the outcome of its vote,
     also where the vote cannot begin. If an exception leaves the vote, the state is torn.
 MANAGER-6  A rank prepares only with the totals of all ranks: those that failed, the weights, and what was measured. A

@@ -85,9 +85,9 @@ class _ExtraState:
 
 
 class RegisteredState:
-    """`snapshot`: the small state from the beginning of the step. `written`: a mark behind all changes of the state
-    until then, after which a stream of its own may read it (PINNED-2). `reserve`: memory for what is received and is
-    not there yet."""
+    """`snapshot`: the small state from before the step (SNAPSHOT-5). `written`: a mark behind all changes of the state
+    until the step began, after which a stream of its own may read it (PINNED-2). `reserve`: memory for what is received
+    and is not there yet."""
 
     def __init__(self, reserve: MemoryReserve | None = None) -> None:
         self.reserve = reserve
@@ -114,6 +114,7 @@ class RegisteredState:
                 has a colon (REGISTERED-4).
             TypeError: an object cannot be saved.
         """
+        self._has_snapshot = False  # with these objects
         for name, item in objects.items():
             if name in self._modules or name in self._optimizers or name in self._others:
                 raise ValueError(f"a state named {name!r} is registered already")
@@ -241,6 +242,7 @@ class RegisteredState:
         if not self._has_snapshot:
             self.keep_snapshot()  # also without state: this rank's may be designated (RECOVERY-3)
         self._has_snapshot = False
+        self.written = staging.device.mark()  # the loop's code before the step may have changed parameters
         for name, module in self._modules.items():
             if not any(isinstance(parameter, DTensor) for parameter in self._parameters[name].values()):
                 self._parameters[name] = self._named(

@@ -477,7 +477,7 @@ def _warn_of_unsaved(before: Mapping[str, float], after: Mapping[str, float]) ->
     if changed := [name for name, value in after.items() if before.get(name) != value]:
         log.warning(
             "the state dict of the optimizer lacks `%s`, which its step changes: a rank that starts later begins with "
-            "another value, and trains otherwise than the others. Keep it in `state` or `param_groups`, or give the "
+            "another value, and may train otherwise than the others. Keep it in `state` or `param_groups`, or give the "
             "class `state_dict` and `load_state_dict`",
             "`, `".join(changed),
         )

@@ -163,6 +163,22 @@ def test_a_checkpoint_of_a_state_on_a_device_is_copied_through_two_buffers(devic
     rank.server.close()
 
 
+# PINNED-2, SNAPSHOT-5
+def test_a_reader_sees_parameters_that_the_code_of_the_loop_before_a_step_has_changed(device: FakeDevice) -> None:
+    rank = on_device(Rank(2), device)
+    registered, weight = rank.server.registered, next(rank.model.parameters()).detach()
+    new = torch.full_like(weight, 7.0)
+    try:
+        registered.reach_step()
+        with device.present:
+            weight.copy_(new, non_blocking=True)
+        rank.server.begin(None)
+        read = b"".join(bytes(chunk) for chunk in Reader(registered.written).chunks(weight))
+        assert read == bytes(as_bytes(new))
+    finally:
+        rank.server.close()
+
+
 # BITS-2
 def test_the_digests_of_a_device_are_those_of_the_host_through_two_buffers(device: FakeDevice) -> None:
     tensors = {str(size): tensor_of(size, 1) for size in (1, 37, 3 * staging.CHUNK_BYTES // 4 + 1)}

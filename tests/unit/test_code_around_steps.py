@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import elasticgang as eg
+from elasticgang.layout import Member, plan
 from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.manager import QuorumManager
+from elasticgang.protocol.member_instructions import Instruction
+from elasticgang.protocol.record import ACTIVE, LEARNER, Record
 from elasticgang.state.snapshot_server import SnapshotServer
 from elasticgang.train.optimizer import Optimizer
 
@@ -23,10 +27,10 @@ LOST = 1  # the step that is dropped once
 class Loop:
     """A job of one rank with a schedule and an average of the weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: SnapshotServer | None = None, rendezvous: LocalRendezvous | None = None) -> None:
         layout = eg.ParallelLayout()
-        self.server = SnapshotServer()
-        self.manager = QuorumManager(LocalRendezvous(layout, CPU), self.server, layout, CPU)
+        self.server = server or SnapshotServer()
+        self.manager = QuorumManager(rendezvous or LocalRendezvous(layout, CPU), self.server, layout, CPU)
         self.model, self.average = nn.Linear(2, 1), nn.Linear(2, 1)
         sgd = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.optim = Optimizer(self.manager, sgd)
@@ -78,6 +82,17 @@ def test_a_learner_and_a_checkpoint_get_what_a_step_begins_with_before_the_code_
     assert seen == [0, 0, 1]
 
 
+# SNAPSHOT-5
+def test_an_object_that_is_registered_in_the_loop_before_the_first_step_is_in_its_snapshot() -> None:
+    loop, late = Loop(), nn.BatchNorm1d(2)
+    for step in loop.manager.steps(1):
+        loop.manager.register_state(late=late)
+        with step:
+            assert "running_mean" in loop.server.registered.snapshot["buffers"]["late"]
+            loop.model(torch.ones(2)).sum().backward()
+            loop.optim.step(weight=1.0)
+
+
 def changed(loop: Loop, *, only_of_committed: bool) -> None:
     former = -1
     for index, behind in loop.steps():
@@ -103,4 +118,42 @@ def test_nothing_is_told_of_parameters_that_change_behind_committed_steps_alone(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         changed(Loop(), only_of_committed=True)
+    assert not [record for record in caplog.records if "dropped" in record.getMessage()]
+
+
+class Unhealed(SnapshotServer):
+    """No heal succeeds."""
+
+    def heal(self, *_: object, **__: object) -> bool:
+        return False
+
+
+class Learner(LocalRendezvous):
+    """This rank has no state; a peer has, and reports an error in each step."""
+
+    def perform(self, instruction: Instruction) -> Record | None:
+        found = super().perform(instruction)
+        if self.record is not None and len(self.record.seats) == 1:
+            (own,) = self.record.seats
+            seats = own._replace(member="peer", host="peer", status=ACTIVE), own._replace(status=LEARNER)
+            planned = plan([Member(each.member, each.host) for each in seats], self.record.layout)
+            self.record = replace(self.record, plan=planned, seats=seats)
+        return found
+
+    def start_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        weight, num_failed, *rest = values
+        return lambda: [weight, num_failed + 1, *rest]
+
+
+# DRIVER-9
+def test_nothing_is_told_of_parameters_of_a_rank_that_is_yet_to_heal(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(Unhealed(), Learner(eg.ParallelLayout(), CPU))
+    attempts = loop.steps()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert next(attempts) == (0, False)
+            assert next(attempts) == (0, True)
+            assert loop.manager.tip is None
+            with torch.no_grad():
+                loop.average.weight.add_(1)
     assert not [record for record in caplog.records if "dropped" in record.getMessage()]
