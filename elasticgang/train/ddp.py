@@ -243,10 +243,12 @@ class DistributedDataParallel(nn.Module):
 
         Raises:
             InvalidOperationError: with `reduction="reproducible"` or `keep`, outside the loop over the slots of a
-                `GlobalBatch`. Or a backward follows the one that reduces; `optim.step` raises it too, and backward
-                itself raises RuntimeError if the one that reduces has not reached all parameters. Or a parameter
-                requires gradients that did not when the module was wrapped; so does `optim.step`. Or this rank has had
-                no slots in an earlier loop of the step, outside of `torch.no_grad()`, and has reduced its zeros there.
+                `GlobalBatch`. Or a backward follows the one that reduces, or a gradient is replaced or dropped then;
+                `optim.step` raises it too, and backward itself raises RuntimeError if the one that reduces has not
+                reached all parameters. Or a parameter requires gradients that did not when the module was wrapped; so
+                does `optim.step`. Or this rank has had no slots in an earlier loop of the step, outside of
+                `torch.no_grad()`, and has reduced its zeros there.
+            MismatchError: where ranks hold parts of the model, a restarted one trains other parameters (ALIKE-3).
         """
         self._manager.step.check()
         self._manager.step.check_gradients()

@@ -99,6 +99,7 @@ class PipelineParallel(ShardedDataParallel):
 
         Raises:
             InvalidOperationError: as `accumulate`, if this rank has had no slots in an earlier loop of the step.
+            MismatchError: as `accumulate`.
         """
         self._manager.step.check()
         found: list[Tensor] = []

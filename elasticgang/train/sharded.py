@@ -140,6 +140,7 @@ class ShardedDataParallel(nn.Module):
                 requires gradients that did not when the module was wrapped. `optim.step` raises it for both, and if
                 the gradients were changed since the last backward. Or this rank has had no slots in an earlier loop of
                 the step, outside of `torch.no_grad()`, and has reduced its zeros there.
+            MismatchError: where ranks hold parts of the model, a restarted one trains other parameters (ALIKE-3).
         """
         step = self._manager.step
         step.check()

@@ -25,6 +25,7 @@ MAX_NORM = 0.5
 PLAIN = 3.0
 
 
+# SHARDED-3
 def test_every_rank_clips_by_the_norm_of_all_parts() -> None:
     command = [sys.executable, "-m", "tests.integration.forked_ranks", "--train", str(SIZE)]
     done = run_preloaded([*command, "-m", "tests.integration.test_norm_over_a_mesh"], timeout=DEADLINE_S)
