@@ -61,7 +61,10 @@ class Registered(Protocol):
         """The name of a parameter that was changed since `begin`, or since `restore`, if any."""
 
     def reach_step(self) -> None:
-        """The script is about to get the next step: snapshot what forward and the code around it change."""
+        """The script is about to get the next step, of which a checkpoint may be saved."""
+
+    def leave_step(self) -> None:
+        """The next step is not one that was dropped: it is another one, or the state was loaded since."""
 
     def unlike_loaded(self) -> tuple[list[str], list[str]]:
         """The names of parameters that were frozen in the checkpoint that was loaded, and have required gradients in
@@ -116,13 +119,14 @@ class StateServer(Protocol):
         """Learners are about to request the state of `attempt`, which this rank holds. Does not block."""
 
     def begin(self, attempt: Attempt | None) -> None:
-        """Begin a step on the state of `attempt` (None: on no state): serve learners, from that snapshot."""
+        """Begin a step on the state of `attempt` (None: on no state): snapshot what forward changes, or restore it if
+        the step was begun before; and serve learners."""
 
     def forward_done(self) -> None:
         """The step's forward has ended: serve what it changed to learners too."""
 
     def restore(self) -> None:
-        """Drop the step: restore what was changed since `reach_step`, without parameters."""
+        """Drop the step: restore what was changed since `begin`, without parameters."""
 
     def exclusive(self) -> AbstractContextManager[None]:
         """A context for changes of the state, in which no learner reads. It waits for reading learners up to a limit,

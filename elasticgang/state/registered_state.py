@@ -85,9 +85,9 @@ class _ExtraState:
 
 
 class RegisteredState:
-    """`snapshot`: the small state from before the step (SNAPSHOT-5). `written`: a mark behind all changes of the state
-    until the step began, after which a stream of its own may read it (PINNED-2). `reserve`: memory for what is received
-    and is not there yet."""
+    """`snapshot`: the small state from the beginning of the step. `written`: a mark behind all changes of the state
+    until then, after which a stream of its own may read it (PINNED-2). `reserve`: memory for what is received and is
+    not there yet."""
 
     def __init__(self, reserve: MemoryReserve | None = None) -> None:
         self.reserve = reserve
@@ -102,7 +102,8 @@ class RegisteredState:
         self._has_begun = False  # a step: what is loaded from now on replaces no settings of the script
         self._versions: dict[str, list[int]] = {}  # of the parameters, as of `changed_parameter`
         self.snapshot: dict[str, Any] = {}
-        self._has_snapshot = False  # of the step that is about to begin
+        self._is_again = False  # the next step was begun before, on the snapshot, and dropped (SNAPSHOT-5)
+        self._reached: dict[str, Any] = {}  # the small state from when the script got the step, for a checkpoint
         self._held: list[HeldBuffers] = []  # with the snapshot
         self.written: Any = None
 
@@ -114,7 +115,7 @@ class RegisteredState:
                 has a colon (REGISTERED-4).
             TypeError: an object cannot be saved.
         """
-        self._has_snapshot = False  # with these objects
+        self._reached = {}  # it lacks these objects
         for name, item in objects.items():
             if name in self._modules or name in self._optimizers or name in self._others:
                 raise ValueError(f"a state named {name!r} is registered already")
@@ -152,6 +153,7 @@ class RegisteredState:
             of_modules = (self._modules, self._name_of, self._parameters, self._keys)
             for objects in (*of_modules, self._optimizers, self._others, self._forms):
                 objects.pop(name, None)
+        self._reached = {}
         self.keep_snapshot()
 
     def _named(self, module: str, found: Iterable[tuple[str, _T]]) -> dict[str, _T]:
@@ -233,22 +235,26 @@ class RegisteredState:
         return [each for each in self._others.values() if isinstance(each, kind)]
 
     def reach_step(self) -> None:
-        """SNAPSHOT-5: the script is about to get the next step."""
-        self.keep_snapshot()
-        self._has_snapshot = True
+        """SNAPSHOT-6: the script is about to get the next step, of which a checkpoint may be saved."""
+        if not self._is_again:
+            self._reached = self.small(cloned=True)
 
     def begin_step(self) -> None:
         self._has_begun = True
-        if not self._has_snapshot:
-            self.keep_snapshot()  # also without state: this rank's may be designated (RECOVERY-3)
-        self._has_snapshot = False
-        self.written = staging.device.mark()  # the loop's code before the step may have changed parameters
+        if self._is_again:
+            self.restore()
+        self.keep_snapshot()  # also without state: this rank's may be designated (RECOVERY-3)
+        self._is_again = False
         for name, module in self._modules.items():
             if not any(isinstance(parameter, DTensor) for parameter in self._parameters[name].values()):
                 self._parameters[name] = self._named(
                     name, module.named_parameters()
                 )  # FSDP replaces them while it is gathered
         self._count_versions()
+
+    def leave_step(self) -> None:
+        """The next step is not one that was dropped: it is another one, or the state was loaded since."""
+        self._is_again, self._reached = False, {}
 
     def _count_versions(self) -> None:
         self._versions = {name: _versions(of_module.values()) for name, of_module in self._parameters.items()}
@@ -311,6 +317,7 @@ class RegisteredState:
             held.put_back()
         self.load_small(self.snapshot)
         self._count_versions()
+        self._is_again = True
 
     def load(self, state: dict[str, Any]) -> None:
         """All of it: the step in which this rank heals may be dropped, so the snapshot is of it too."""
@@ -321,6 +328,7 @@ class RegisteredState:
         if not is_of_peer:
             self._loaded = Loaded(state["frozen"], own, self._own_settings() if own else {})
         self.keep_snapshot()
+        self._reached = {}  # of another state
 
     def placed(self, spec: Any, tensors: Sequence[Tensor], divided: Sequence[int]) -> dict[str, Any]:
         """A peer's small state as this rank's (REGISTERED-7). `spec`, `tensors`: as of `flatten`. `divided`: which of
@@ -440,10 +448,10 @@ class RegisteredState:
         return {"parameters": parameters, "optimizers": optimizers, "owned": owned}
 
     def tree(self) -> dict[str, Any]:
-        """All state, with DTensors: the large state, and the snapshot of the small state. "owned": the parameters of
-        each optimizer, in the order of its state dict. "keys": as REGISTERED-2 has them.
+        """All state, with DTensors: the large state, and the snapshot of the small state (SNAPSHOT-6). "owned": the
+        parameters of each optimizer, in the order of its state dict. "keys": as REGISTERED-2 has them.
         "has_buffer": whether a module has a buffer of that name, which may be None, or another name of one."""
-        small, optimizers = self.snapshot or self.small(cloned=True), self._optimizers.items()
+        small, optimizers = self._reached or self.snapshot or self.small(cloned=True), self._optimizers.items()
         settings = small["settings"]
         owned = {name: parameters_of(optimizer) for name, optimizer in optimizers}
         return {

@@ -1,8 +1,8 @@
 """The training state of one rank: serves one attempt of it to healing peers, and keeps them out of an apply.
 
 SNAPSHOT-1  The served state belongs to exactly one attempt: live large state between two applies, and a copy of the
-    small state from before the step (RULE-6, SNAPSHOT-5). A learner runs no forward. It therefore also fetches the
-    small state after the step's forward, and loads it right before the step's apply, which may change some of it.
+    small state from the beginning of the step (RULE-6). A learner runs no forward. It therefore also fetches the small
+    state after the step's forward, and loads it right before the step's apply, which may change some of it.
 SNAPSHOT-2  An apply waits for the readers, up to `EXCLUSIVE_TIMEOUT_S`, then closes their connections. It never
     overlaps a read of this rank's. A healer that reads this rank's memory (PEERMEM-1) and is later than that gets bytes
     without the right digest, which it drops (RECEIVED-2).
@@ -10,8 +10,10 @@ SNAPSHOT-3  A rank that wants to apply stops a thread of its own that computes d
     of that healer is closed.
 SNAPSHOT-4  A holder that enters a generation with learners computes the digests meanwhile, before they are requested:
     one holder for each host, and each one for learners on other hosts. What is to change the state stops that at once.
-SNAPSHOT-5  The copy of the small state is from when the script gets the step, before the loop's code that precedes
-    `with step:`. A rank that tries the step again runs that code again, and so does one that begins with this step.
+SNAPSHOT-5  A step that is tried again begins with the same small state: the loop's code before `with step:` has run for
+    it in the first try. What that code changes once more is put back, and code that leaves itself out misses nothing.
+SNAPSHOT-6  A checkpoint has the small state from when the script got the step: a job that goes on at it runs the loop's
+    code before `with step:`, for the first time.
 """
 
 from __future__ import annotations

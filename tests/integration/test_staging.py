@@ -163,7 +163,7 @@ def test_a_checkpoint_of_a_state_on_a_device_is_copied_through_two_buffers(devic
     rank.server.close()
 
 
-# PINNED-2, SNAPSHOT-5
+# PINNED-2, SNAPSHOT-6
 def test_a_reader_sees_parameters_that_the_code_of_the_loop_before_a_step_has_changed(device: FakeDevice) -> None:
     rank = on_device(Rank(2), device)
     registered, weight = rank.server.registered, next(rank.model.parameters()).detach()

@@ -57,7 +57,7 @@ class Loop:
             yield step.index, True
 
 
-# DRIVER-9
+# DRIVER-9, SNAPSHOT-5
 @pytest.mark.parametrize("is_behind", [True, False], ids=["behind", "before"])
 def test_a_schedule_goes_on_once_for_each_step_that_is_committed(is_behind: bool) -> None:
     loop = Loop()
@@ -69,17 +69,40 @@ def test_a_schedule_goes_on_once_for_each_step_that_is_committed(is_behind: bool
 
 
 # SNAPSHOT-5
-def test_a_learner_and_a_checkpoint_get_what_a_step_begins_with_before_the_code_of_the_loop() -> None:
-    loop = Loop()
-    seen = []
-    for step in loop.manager.steps(NUM_STEPS):
-        if step.index > 0:
-            loop.schedule.step()  # a rank that begins with this step calls it too
-        with step:
-            seen.append(loop.server.registered.snapshot["others"]["schedule"]["last_epoch"])
-            loop.model(torch.ones(2)).sum().backward()
-            loop.optim.step(weight=1.0)
-    assert seen == [0, 0, 1]
+def test_code_that_leaves_itself_out_when_a_step_is_tried_again_misses_nothing() -> None:
+    loop, last, rates = Loop(), 0, []
+    for index, behind in loop.steps():
+        if not behind and index != last:
+            loop.schedule.step()
+            last = index
+        if behind:
+            rates.append(loop.rate)
+    assert rates == [1.0, 0.5, 0.5, 0.25]
+    assert loop.schedule.last_epoch == NUM_STEPS - 1
+
+
+# SNAPSHOT-6
+def test_a_checkpoint_has_what_was_there_before_the_code_of_the_loop_and_a_learner_gets_what_it_has_changed() -> None:
+    loop, registered = Loop(), (server := SnapshotServer()).registered
+    server.register(schedule=loop.schedule)
+
+    def saved_and_served() -> tuple[int, int]:
+        registered.reach_step()
+        loop.schedule.step()
+        server.begin(None)
+        return tuple(each["others"]["schedule"]["last_epoch"] for each in (registered.tree(), registered.snapshot))
+
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        assert saved_and_served() == (0, 1)
+    server.restore()
+    assert saved_and_served() == (0, 1), "again"
+    registered.leave_step()
+    assert saved_and_served() == (1, 2)
+    registered.load(
+        {"large": registered.large(), "small": registered.small(cloned=True)}
+    )  # this rank has healed in the step, which is then dropped
+    server.restore()
+    assert saved_and_served() == (2, 2)
 
 
 # SNAPSHOT-5
