@@ -295,7 +295,7 @@ class MemberDriver:
                 with self._page.paused(), state_server.exclusive():
                     is_loaded = self.checkpoints.load(ref, self.lifecycle.state)
                 self._loaded = (ref.attempt, self.checkpoints.coverage) if is_loaded else None
-                state_server.registered.leave_step()
+                state_server.registered.forget_step()
                 return is_loaded
             case do.Poison(error):
                 rendezvous.poison(error)
@@ -473,7 +473,7 @@ class MemberDriver:
         if end.restores:
             self._state_server.restore()
         else:
-            self._state_server.registered.leave_step()
+            self._state_server.registered.forget_step()
         self._was_dropped = end.restores
 
     def _keep_former(self, former: FormerState | None, *, is_dropped: bool) -> None:
@@ -496,7 +496,7 @@ class MemberDriver:
         with self._page.in_thread_state(ThreadState.WAITING):
             is_loaded = self.mover.move(move.holders, move.layout, move.attempt, seat, rank, self._is_over)
         self._loaded = (move.attempt, self.mover.coverage) if is_loaded else None
-        self._state_server.registered.leave_step()
+        self._state_server.registered.forget_step()
         if is_loaded:
             log.info(
                 "rank %d has its part of the layout (%s), made of (%s)", rank, record.layout.sizes, move.layout.sizes

@@ -63,7 +63,7 @@ class Registered(Protocol):
     def reach_step(self) -> None:
         """The script is about to get the next step, of which a checkpoint may be saved."""
 
-    def leave_step(self) -> None:
+    def forget_step(self) -> None:
         """The next step is not one that was dropped: it is another one, or the state was loaded since."""
 
     def unlike_loaded(self) -> tuple[list[str], list[str]]:

@@ -252,7 +252,7 @@ class RegisteredState:
                 )  # FSDP replaces them while it is gathered
         self._count_versions()
 
-    def leave_step(self) -> None:
+    def forget_step(self) -> None:
         """The next step is not one that was dropped: it is another one, or the state was loaded since."""
         self._is_again, self._reached = False, {}
 

@@ -17,12 +17,15 @@ from elasticgang.session.operator_client import grant
 from elasticgang.watch.reader import JobReader
 from tests.chaos.several import Cluster, generation_of, kill_agent
 from tests.chaos.test_kills import JOB, NUM_STEPS, check_samples, histories
+from tests.exhaustive import exhaustive
 from tests.support import Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize(("with_rank", "stands_still"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("with_rank", "stands_still"), [(False, False), pytest.param(True, False, marks=exhaustive), (False, True)]
+)
 def test_a_jobs_own_coordinator_comes_back_on_its_address(
     tmp_path: Path, alone: str, with_rank: bool, stands_still: bool
 ) -> None:
@@ -69,7 +72,7 @@ def reader_of(job: Job) -> JobReader:
 
 
 # CONTROL-1, SUMMARY-3
-@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize("state", [True, pytest.param(False, marks=exhaustive)])
 def test_a_rank_that_dies_while_it_is_away_is_noticed_and_waited_with(tmp_path: Path, alone: str, state: bool) -> None:
     """The record is in the coordinator's file, or only with the agents."""
     with Cluster(tmp_path, holds=[5, 9], state=state) as cluster:

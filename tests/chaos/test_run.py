@@ -20,6 +20,7 @@ import pytest
 
 from scripts.demo_job.processes import ELASTICGANG
 from tests.chaos.training_scripts import script, training
+from tests.exhaustive import exhaustive
 from tests.preloaded import PreloadedProcess
 from tests.support import PROMPT_S, REPOSITORY, Command, Job, environment, reserved_port, wait_until
 
@@ -582,6 +583,7 @@ assert not me.net_connections()
     assert len(set(digests)) == 1
 
 
+@exhaustive
 def test_what_torch_says_of_a_lost_coordinator_is_said_by_ranks_alone(tmp_path: Path) -> None:
     body = 'time.sleep(0.01); (here / f"at-{rank}").write_text(os.environ["TORCH_CPP_LOG_LEVEL"] + chr(10))'
     path = training(tmp_path, steps=100_000, body=body)

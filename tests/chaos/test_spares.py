@@ -12,6 +12,7 @@ import pytest
 from scripts.chaos_runs.soaking.comm_processes import comm_processes
 from tests.chaos.sharded import Reference, Sizes, check, histories, moved, reference_in, run, seats, start
 from tests.chaos.test_kills import BACK, at, soon
+from tests.exhaustive import exhaustive
 from tests.support import wait_until
 
 PAIRS = Sizes(active=4, spares=1, tp=2)
@@ -66,6 +67,7 @@ def test_the_death_of_a_spare_costs_nobody_a_step(tmp_path: Path, reference: Ref
     assert (exited["local_rank"], exited["status"]) == (4, -9)
 
 
+@exhaustive
 def test_a_spare_that_waits_costs_no_time(tmp_path: Path) -> None:
     """Its standby is there, and neither of the two does anything."""
     with start(tmp_path, PAIRS, [], steps=1_000_000) as job:

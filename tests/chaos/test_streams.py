@@ -115,6 +115,7 @@ def test_a_job_goes_on_in_its_streams_with_other_ranks(tmp_path: Path) -> None:
 
 
 # STREAMREADER-2
+@exhaustive
 def test_states_of_megabytes_move_with_their_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are exchanged, healed and saved: 12 MB of them."""
     steps = 12

@@ -62,6 +62,7 @@ import elasticgang.environment, elasticgang.launch.commands
 """
 
 
+@exhaustive
 def test_an_agent_that_is_forked_has_the_modules_that_one_imports_and_none_of_torch() -> None:
     command = [sys.executable, "-c", AGENT_MODULES]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)

@@ -342,6 +342,7 @@ def test_a_session_without_a_weight_stays_as_it_is() -> None:
 
 
 # PRIORITY-SESSION
+@exhaustive
 @needs_the_right
 @needs_sessions
 @pytest.mark.timeout(240)

@@ -96,7 +96,7 @@ def test_a_checkpoint_has_what_was_there_before_the_code_of_the_loop_and_a_learn
         assert saved_and_served() == (0, 1)
     server.restore()
     assert saved_and_served() == (0, 1), "again"
-    registered.leave_step()
+    registered.forget_step()
     assert saved_and_served() == (1, 2)
     registered.load(
         {"large": registered.large(), "small": registered.small(cloned=True)}

@@ -117,7 +117,7 @@ def test_groups_of_a_former_generation_raise_on_every_rank(changes: Path) -> Non
         assert [call for call, raised in found.items() if not raised] == [], f"rank {rank}"
 
 
-@pytest.mark.parametrize(("part", "size"), [(THREE, 3), (FOUR, 4)])
+@pytest.mark.parametrize(("part", "size"), [pytest.param(THREE, 3, marks=exhaustive), (FOUR, 4)])
 def test_programs_run_as_before_after_a_change(part: str, size: int, changes: Path, given: Given) -> None:
     gloo = given("gloo", size)
     found = {
