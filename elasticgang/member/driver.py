@@ -97,7 +97,6 @@ class MemberDriver:
         self._to_apply: Callable[[], None] = lambda: None
         self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
         self._has_failed_last = False  # the save of the final state
-        self._was_dropped = False  # the last step
         self._has_warned = False  # DRIVER-9
         self._sized = 0  # the newest generation in which the state of optimizers was measured
         self._covered = 0  # the newest generation whose stages were found to have everything
@@ -167,9 +166,10 @@ class MemberDriver:
 
     def leave_step(self) -> None:
         """DRIVER-9. The script's code behind `with step:` has run."""
-        if not self._was_dropped:
+        registered = self._state_server.registered
+        if not registered.is_again:
             return
-        self._was_dropped, changed = False, self._state_server.registered.changed_parameter()
+        changed = registered.changed_parameter()
         self._state_server.restore()
         if changed is not None and not self._has_warned and self.lifecycle.state.tip is not None:  # else it heals first
             self._has_warned = True
@@ -474,7 +474,6 @@ class MemberDriver:
             self._state_server.restore()
         else:
             self._state_server.registered.forget_step()
-        self._was_dropped = end.restores
 
     def _keep_former(self, former: FormerState | None, *, is_dropped: bool) -> None:
         mover, record = self.mover, self.lifecycle.state.record

@@ -47,7 +47,9 @@ class Forms(Protocol):
 
 
 class Registered(Protocol):
-    """The registered objects of this rank."""
+    """The registered objects of this rank. `is_again`: the next step was begun before, and dropped."""
+
+    is_again: bool
 
     def is_registered(self, item: object) -> bool: ...
 

@@ -102,7 +102,7 @@ class RegisteredState:
         self._has_begun = False  # a step: what is loaded from now on replaces no settings of the script
         self._versions: dict[str, list[int]] = {}  # of the parameters, as of `changed_parameter`
         self.snapshot: dict[str, Any] = {}
-        self._is_again = False  # the next step was begun before, on the snapshot, and dropped (SNAPSHOT-5)
+        self.is_again = False  # the next step was begun before, on the snapshot, and dropped (SNAPSHOT-5)
         self._reached: dict[str, Any] = {}  # the small state from when the script got the step, for a checkpoint
         self._held: list[HeldBuffers] = []  # with the snapshot
         self.written: Any = None
@@ -236,15 +236,15 @@ class RegisteredState:
 
     def reach_step(self) -> None:
         """SNAPSHOT-6: the script is about to get the next step, of which a checkpoint may be saved."""
-        if not self._is_again:
+        if not self.is_again:
             self._reached = self.small(cloned=True)
 
     def begin_step(self) -> None:
         self._has_begun = True
-        if self._is_again:
+        if self.is_again:
             self.restore()
         self.keep_snapshot()  # also without state: this rank's may be designated (RECOVERY-3)
-        self._is_again = False
+        self.is_again = False
         for name, module in self._modules.items():
             if not any(isinstance(parameter, DTensor) for parameter in self._parameters[name].values()):
                 self._parameters[name] = self._named(
@@ -254,7 +254,7 @@ class RegisteredState:
 
     def forget_step(self) -> None:
         """The next step is not one that was dropped: it is another one, or the state was loaded since."""
-        self._is_again, self._reached = False, {}
+        self.is_again, self._reached = False, {}
 
     def _count_versions(self) -> None:
         self._versions = {name: _versions(of_module.values()) for name, of_module in self._parameters.items()}
@@ -317,7 +317,7 @@ class RegisteredState:
             held.put_back()
         self.load_small(self.snapshot)
         self._count_versions()
-        self._is_again = True
+        self.is_again = True
 
     def load(self, state: dict[str, Any]) -> None:
         """All of it: the step in which this rank heals may be dropped, so the snapshot is of it too."""

@@ -187,7 +187,8 @@ class DistributedDataParallel(nn.Module):
         self._reduced: list[_Reduced] = []  # one entry for each bucket
         self._num_started = 0  # of them
         self._own: list[Tensor | None] = []  # this rank's gradients, as of `finish`
-        self._final: list[tuple[Tensor, Tensor, int]] = []  # the gradients after the last backward (DDP-7)
+        self._final: list[tuple[Tensor, Tensor]] = []  # the gradients after the last backward (DDP-7)
+        self._waiting: list[tuple[Tensor, int]] = []  # those whose reduction is to come, and their versions
         self._accumulates = False
         self._has_followed = False  # in this step (DDP-11)
         self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
@@ -270,7 +271,9 @@ class DistributedDataParallel(nn.Module):
         self._check_late()
         if last and has_part:
             every = (each for bucket in self._parameters_of for each in bucket)
-            self._final = [(each, grad, grad._version) for each in every if (grad := each.grad) is not None]
+            self._final = [(each, grad) for each in every if (grad := each.grad) is not None]
+            waiting = (each.grad for bucket in self._parameters_of[len(self._reduced) :] for each in bucket)
+            self._waiting = [(grad, grad._version) for grad in waiting if grad is not None]
 
     def _hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         """DDP-3, DDP-4."""
@@ -335,13 +338,15 @@ class DistributedDataParallel(nn.Module):
         """DDP-7. Raises InvalidOperationError."""
         if any(each.buffer._version != each.version for each in self._reduced):
             raise _late()
-        if any(each.grad is not grad or grad._version != version for each, grad, version in self._final):
+        if any(grad._version != version for grad, version in self._waiting):
+            raise _late()
+        if any(each.grad is not grad for each, grad in self._final):
             raise _late()
 
     def contribute(self) -> None:
         self._check_late()
         self._follow()
-        self._final = []
+        self._final, self._waiting = [], []
         if len(self._reduced) == len(self._parameters_of):
             self._start_in_turn()
             return
@@ -414,7 +419,7 @@ class DistributedDataParallel(nn.Module):
         self._has_followed = True
 
     def _forget(self) -> None:
-        self._pending, self._reduced, self._num_started, self._final = [], [], 0, []
+        self._pending, self._reduced, self._num_started, self._final, self._waiting = [], [], 0, [], []
         self._is_under_way = self._has_followed = False
 
     def drop(self, *, rebuild: bool) -> None:

@@ -98,20 +98,21 @@ def test_a_checkpoint_has_what_was_there_before_the_code_of_the_loop_and_a_learn
     assert saved_and_served() == (0, 1), "again"
     registered.forget_step()
     assert saved_and_served() == (1, 2)
-    registered.load(
-        {"large": registered.large(), "small": registered.small(cloned=True)}
-    )  # this rank has healed in the step, which is then dropped
+    # This rank has healed in the step, which is then dropped.
+    registered.load({"large": registered.large(), "small": registered.small(cloned=True)})
     server.restore()
     assert saved_and_served() == (2, 2)
 
 
-# SNAPSHOT-5
-def test_an_object_that_is_registered_in_the_loop_before_the_first_step_is_in_its_snapshot() -> None:
+# SNAPSHOT-6
+def test_an_object_that_is_registered_in_the_loop_before_the_first_step_is_in_its_snapshot_and_its_checkpoint() -> None:
     loop, late = Loop(), nn.BatchNorm1d(2)
     for step in loop.manager.steps(1):
+        loop.server.registered.reach_step()
         loop.manager.register_state(late=late)
         with step:
             assert "running_mean" in loop.server.registered.snapshot["buffers"]["late"]
+            assert "running_mean" in loop.server.registered.tree()["buffers"]["late"]
             loop.model(torch.ones(2)).sum().backward()
             loop.optim.step(weight=1.0)
 

@@ -334,18 +334,26 @@ def test_a_parameter_may_be_frozen_and_unfrozen_later(options: dict[str, Any]) -
     assert moved == [[index not in (1, 2)] * 2 + [True] * 2 for index in range(5)]
 
 
-# TRAINABLE-1
-@pytest.mark.parametrize("kind", [eg.DistributedDataParallel, eg.ShardedDataParallel])
-@pytest.mark.parametrize("has_slots", [False, True])
-def test_a_parameter_that_required_no_gradient_must_not_do_so_later(
-    kind: type[eg.DistributedDataParallel] | type[eg.ShardedDataParallel], has_slots: bool
-) -> None:
-    """Other ranks would not reduce it, such as one that starts later."""
+Wrapper = type[eg.DistributedDataParallel] | type[eg.ShardedDataParallel]
+
+
+def with_frozen_bias(
+    kind: Wrapper,
+) -> tuple[eg.QuorumManager, nn.Linear, eg.DistributedDataParallel | eg.ShardedDataParallel]:
     manager = eg.join(layout=eg.ParallelLayout())
     module = nn.Linear(1, 1)
     module.bias.requires_grad_(False)
     model = kind(manager, module)
     manager.register_state(model=model)
+    return manager, module, model
+
+
+# TRAINABLE-1
+@pytest.mark.parametrize("kind", [eg.DistributedDataParallel, eg.ShardedDataParallel])
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_a_parameter_that_required_no_gradient_must_not_do_so_later(kind: Wrapper, has_slots: bool) -> None:
+    """Other ranks would not reduce it, such as one that starts later."""
+    manager, module, model = with_frozen_bias(kind)
     module.bias.requires_grad_(True)
     with next(manager.steps(1)) as step:
         with pytest.raises(eg.InvalidOperationError, match=r"bias requires gradients now"):
@@ -357,13 +365,9 @@ def test_a_parameter_that_required_no_gradient_must_not_do_so_later(
 # TRAINABLE-1
 @pytest.mark.parametrize("kind", [eg.DistributedDataParallel, eg.ShardedDataParallel])
 def test_a_parameter_that_comes_to_require_a_gradient_after_the_first_forward_is_found_before_the_vote(
-    kind: type[eg.DistributedDataParallel] | type[eg.ShardedDataParallel],
+    kind: Wrapper,
 ) -> None:
-    manager = eg.join(layout=eg.ParallelLayout())
-    module = nn.Linear(1, 1)
-    module.bias.requires_grad_(False)
-    model = kind(manager, module)
-    manager.register_state(model=model)
+    manager, module, model = with_frozen_bias(kind)
     with next(manager.steps(1)):
         with model.accumulate(last=True):
             model(torch.ones(1, 1)).sum().backward()
@@ -543,7 +547,7 @@ def test_a_sharded_module_may_be_converted_after_it_is_wrapped() -> None:
 @pytest.mark.parametrize("options", [{}, {"reduction": "reproducible"}, {"keep": True}], ids=str)
 @pytest.mark.parametrize("kind", [eg.DistributedDataParallel, eg.ShardedDataParallel])
 def test_a_module_of_plain_tensors_is_wrapped_before_the_first_generation(
-    kind: type[eg.DistributedDataParallel] | type[eg.ShardedDataParallel], options: dict[str, Any]
+    kind: Wrapper, options: dict[str, Any]
 ) -> None:
     layout = eg.ParallelLayout()
     rendezvous = LocalRendezvous(layout, CPU)
