@@ -77,15 +77,15 @@ def _made_as(like: tuple[Any, ...], items: tuple[Any, ...]) -> tuple[Any, ...]:
     return type(like)(*items) if hasattr(like, "_fields") else items
 
 
-def settings_form(optimizer: Any, max_norm: float | None, *, has_slots: bool) -> Form:
+def settings_form(optimizer: Any, max_norm: float | None, required: Sequence[Sequence[bool]] | None = None) -> Form:
     """The settings of all groups, and the limit of the gradients' norm: numbers, strings and what is made of them.
-    `has_slots`: this rank has had some, in the loop over which a script may set what requires gradients."""
+    `required`: of each group, which parameters require gradients; None: this rank cannot say."""
     found: list[Item] = [] if max_norm is None else [("`max_norm`", _described(max_norm) or "")]
     for number, group in enumerate(groups_of(optimizer)):
         for key, value in settings_of(group).items():
             if (description := _described(value)) is not None:
                 found.append((f"{key!r} of parameter group {number}", description))
-        described = all_but_false(each.requires_grad for each in group["params"]) if has_slots else UNKNOWN
+        described = UNKNOWN if required is None else all_but_false(required[number])
         found.append((f"what requires gradients in parameter group {number}", described))
     return tuple(found)
 

@@ -170,6 +170,11 @@ class Optimizer:
             measures = self._exact_squares if is_exact else self._squares
         step = self._manager.step
         seed = mixed(*sorted(step.seeds), step.index) if step.seeds else None
+        # None as long as this rank has had no slots, in the loop over which a script may set it (ALIKE-2). Read here: a
+        # peer asks for the settings while all parameters may have to require gradients for a moment (TRAINABLE-1).
+        required = None
+        if weight > 0:
+            required = [[each.requires_grad for each in group["params"]] for group in self.param_groups]
         names = sorted(sums or {})
         numbers = [_number(name, (sums or {})[name]) for name in names]
         self.sums = {}
@@ -180,7 +185,7 @@ class Optimizer:
             prepare=lambda total, *measured: self._make_ready(total, max_norm, measured, is_exact=is_exact),
             numbers=numbers,
             names=zlib.crc32("\0".join(names).encode()),
-            settings=functools.partial(settings_form, self.optim, max_norm, has_slots=weight > 0),
+            settings=functools.partial(settings_form, self.optim, max_norm, required),
             rates=self._rates(),
         )
         self.sums = dict(zip(names, self._manager.step.sums, strict=True)) if is_committed else {}

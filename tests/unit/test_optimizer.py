@@ -338,6 +338,31 @@ def test_a_scaler_of_another_optimizer_has_no_warning(caplog: pytest.LogCaptureF
     assert not caplog.messages
 
 
+# ALIKE-2
+def test_what_requires_gradients_is_read_before_the_vote_and_not_when_a_peer_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meanwhile a reducer may be made anew, for which all parameters require them."""
+    manager, module = eg.join(), torch.nn.Linear(2, 2)
+    model = eg.DistributedDataParallel(manager, module)
+    module.bias.requires_grad_(False)
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.register_state(model=model, optim=optim)
+    commit, given = manager.commit, {}
+
+    def and_keep(*args: Any, **options: Any) -> bool:
+        given.update(options)
+        return commit(*args, **options)
+
+    monkeypatch.setattr(manager, "commit", and_keep)
+    with next(manager.steps(1)):
+        with model.accumulate(last=True):
+            model(torch.ones(1, 2)).sum().backward()
+        optim.step(weight=1.0)
+    module.bias.requires_grad_(True)
+    assert dict(given["settings"]())["what requires gradients in parameter group 0"] == "each parameter but 1"
+
+
 class Counting(torch.optim.SGD):
     """Slows down by the number of its steps, which its state dict lacks."""
 

@@ -402,7 +402,7 @@ def test_settings_are_what_can_be_compared_rounded() -> None:
     groups: list[dict[str, Any]] = [{"params": [module.one.weight]}, {"params": [module.two.weight], "lr": 0.1 + 1e-12}]
     optim = torch.optim.AdamW(groups, lr=torch.tensor(0.5), betas=(0.5, 0.25))
     optim.param_groups[0].update(hook=print, steps=np.float64(3), per_layer=torch.ones(2), name="slow")
-    found = dict(settings_form(optim, None, has_slots=True))
+    found = dict(settings_form(optim, None))
     assert found["'lr' of parameter group 0"] == "0.5"
     assert found["'lr' of parameter group 1"] == "0.1"
     assert found["'betas' of parameter group 1"] == "(0.5, 0.25)"
@@ -410,18 +410,18 @@ def test_settings_are_what_can_be_compared_rounded() -> None:
     assert found["'name' of parameter group 0"] == "'slow'"
     assert found["'amsgrad' of parameter group 0"] == "False"
     assert not {f"{key!r} of parameter group 0" for key in ("hook", "per_layer", "params")} & found.keys()
-    assert settings_form(optim, 1.0, has_slots=True)[0] == ("`max_norm`", "1")
+    assert settings_form(optim, 1.0)[0] == ("`max_norm`", "1")
 
 
 @pytest.mark.parametrize(
-    ("required", "has_slots", "words"),
+    ("required", "words"),
     [
-        ([True, True], False, "unknown"),
-        ([True, True], True, "each parameter"),
-        ([False] * 9 + [True, False, True], True, "each parameter but 0 to 8, 10"),
+        (None, "unknown"),
+        ([True, True], "each parameter"),
+        ([False] * 9 + [True, False, True], "each parameter but 0 to 8, 10"),
     ],
 )
-def test_what_requires_gradients_is_told_briefly(required: list[bool], has_slots: bool, words: str) -> None:
-    optim = torch.optim.SGD([torch.zeros(1, requires_grad=each) for each in required], lr=0.1)
-    found = dict(settings_form(optim, None, has_slots=has_slots))
+def test_what_requires_gradients_is_told_briefly(required: list[bool] | None, words: str) -> None:
+    optim = torch.optim.SGD(Two().parameters(), lr=0.1)
+    found = dict(settings_form(optim, None, None if required is None else [required]))
     assert found["what requires gradients in parameter group 0"] == words
