@@ -27,7 +27,7 @@ from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.progress import Progress, no_progress
-from elasticgang.state.registered_state import EXTRA, is_extra_state
+from elasticgang.state.registered_objects import EXTRA, is_extra_state
 from elasticgang.state.serialization import as_bytes, unflatten
 
 log = logging.getLogger("elasticgang")

@@ -36,7 +36,7 @@ from elasticgang.errors import CheckpointError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.protocol.coverage import Coverage
 from elasticgang.protocol.sample_positions import NAME as POSITIONS
-from elasticgang.state.registered_state import is_extra_state
+from elasticgang.state.registered_objects import is_extra_state
 from elasticgang.state.serialization import unflatten
 from elasticgang.torch_private import like_dtensor
 

@@ -289,7 +289,7 @@ class DurableCheckpoints:
             self._has_begun_last = self._has_given_up = False
         if not self._await_save(_ROUND_S) and not self._has_begun_last:
             self._has_begun_last = True
-            self._server.registered.keep_snapshot()  # it is from the beginning of the last step
+            self._server.registered.small.keep()  # it is from the beginning of the last step
             self.begin(member, state, is_last=True)
             self._await_save(_ROUND_S)
         is_late = time.monotonic() > self._final[1]
@@ -350,7 +350,7 @@ class DurableCheckpoints:
         if not (self._has_begun_last and self._final[0] == state.entered):
             self._await_save(FINISH_TIMEOUT_S)
             if saves:
-                self._server.registered.keep_snapshot()  # it is from the beginning of the last step
+                self._server.registered.small.keep()  # it is from the beginning of the last step
                 self.begin(member, state)
             if self._await_save(FINISH_TIMEOUT_S):
                 log.warning("the last save has not ended in %g s", FINISH_TIMEOUT_S)
@@ -423,7 +423,7 @@ class DurableCheckpoints:
         self._stop_copy()
         seated = Seated(state.record.layout, state.record.model_coordinates(state.member))
         registered = self._server.registered
-        registered.keep_snapshot()  # what was built for this seat is not in it yet
+        registered.small.keep()  # what was built for this seat is not in it yet
         try:
             usable = {
                 each.manifest.digest: each
@@ -491,7 +491,7 @@ class _Save(threading.Thread):
         self._captured: Captured | None = captured  # until it is copied: its sources may be of a former seat
         self._num_bytes, self._request, self._memory = captured.shard.num_bytes, request, memory
         self._writer, self._server, self._on_saved, self._on_saving = writer, server, on_saved, on_saving
-        self._written = server.registered.written
+        self._written = server.registered.small.written
         self._cancelled = threading.Event()
         self._sending = threading.Lock()
         self._is_sent = False

@@ -124,7 +124,7 @@ class MemberDriver:
         if self.lifecycle.state.share() is None:  # DRIVER-10
             weight = 0.0
         self.lifecycle.check_unvoted()  # before what the first vote has changed is noticed
-        if (changed := self._state_server.registered.changed_parameter()) is not None:
+        if (changed := self._state_server.registered.objects.changed_parameter()) is not None:
             raise InvalidOperationError(
                 f"step {self.lifecycle.state.committed.step} has changed the parameter {changed} before `optim.step`: "
                 "a rank that heals meanwhile would miss that, and a step that is dropped would leave it. Change "
@@ -161,16 +161,16 @@ class MemberDriver:
 
     def reach_step(self) -> None:
         """The script is about to get the next step."""
-        if self.checkpoints is not None:
-            self._state_server.registered.reach_step()
+        if self.checkpoints is not None or self.mover is not None:
+            self._state_server.registered.small.reach()
 
     def leave_step(self) -> None:
         """DRIVER-9. The script's code behind `with step:` has run."""
         registered = self._state_server.registered
-        if not registered.is_again:
+        if not registered.small.is_again:
             return
-        changed = registered.changed_parameter()
-        self._state_server.restore()
+        changed = registered.objects.changed_parameter()
+        self._state_server.registered.restore()
         if changed is not None and not self._has_warned and self.lifecycle.state.tip is not None:  # else it heals first
             self._has_warned = True
             log.warning(
@@ -295,7 +295,7 @@ class MemberDriver:
                 with self._page.paused(), state_server.exclusive():
                     is_loaded = self.checkpoints.load(ref, self.lifecycle.state)
                 self._loaded = (ref.attempt, self.checkpoints.coverage) if is_loaded else None
-                state_server.registered.forget_step()
+                state_server.registered.small.forget()
                 return is_loaded
             case do.Poison(error):
                 rendezvous.poison(error)
@@ -338,7 +338,7 @@ class MemberDriver:
                 )
             case do.SendRequest():
                 if self._model is None:  # a module may change once it is used
-                    self._model = "" if self.seat_state is not None else state_server.registered.model
+                    self._model = "" if self.seat_state is not None else state_server.registered.objects.model
                 saves = ""
                 if rendezvous.compare_state and self.checkpoints is not None:  # COMPARE-1
                     saves = self.checkpoints.schedule
@@ -431,7 +431,7 @@ class MemberDriver:
         restarted reserves as much memory (RESERVE-3)."""
         if tip is not None and tip.step > 0 and tip.generation == self.lifecycle.state.entered != self._sized:
             self._sized = tip.generation
-            self._page.set_optimizer_bytes(self._state_server.registered.optimizer_bytes)
+            self._page.set_optimizer_bytes(self._state_server.registered.objects.optimizer_bytes)
 
     def _await_reduction(self) -> None:
         """DRIVER-1, DRIVER-2. An abort of the generation ends what it waits for. The time counts for the hang detector
@@ -469,11 +469,11 @@ class MemberDriver:
         if end.is_dropped:
             for reducer in self.reducers:
                 reducer.drop(rebuild=end.rebuilds)
-        self._state_server.registered.drop_gradients()  # DRIVER-6
+        self._state_server.registered.objects.drop_gradients()  # DRIVER-6
         if end.restores:
-            self._state_server.restore()
+            self._state_server.registered.restore()
         else:
-            self._state_server.registered.forget_step()
+            self._state_server.registered.small.forget()
 
     def _keep_former(self, former: FormerState | None, *, is_dropped: bool) -> None:
         mover, record = self.mover, self.lifecycle.state.record
@@ -495,7 +495,7 @@ class MemberDriver:
         with self._page.in_thread_state(ThreadState.WAITING):
             is_loaded = self.mover.move(move.holders, move.layout, move.attempt, seat, rank, self._is_over)
         self._loaded = (move.attempt, self.mover.coverage) if is_loaded else None
-        self._state_server.registered.forget_step()
+        self._state_server.registered.small.forget()
         if is_loaded:
             log.info(
                 "rank %d has its part of the layout (%s), made of (%s)", rank, record.layout.sizes, move.layout.sizes

@@ -61,7 +61,7 @@ class FormComparison:
         """ALIKE-1. `part`: the layout and the model coordinates. Raises MismatchError: the forms differ."""
         if self._form is None:  # read once for the objects of a seat
             of_wrappers = _of_wrappers(reducer.form for reducer in self._reducers)
-            self._form = (*self._server.registered.form, *of_wrappers)
+            self._form = (*self._server.registered.objects.form, *of_wrappers)
         form = self._form
         if self._announced != part:
             self._forms.announce(FormOf.STATE, part, lambda: form)

@@ -46,10 +46,8 @@ class Forms(Protocol):
         `cancelled`, or it does not have it within a time limit; of the state it is waited for without one."""
 
 
-class Registered(Protocol):
-    """The registered objects of this rank. `is_again`: the next step was begun before, and dropped."""
-
-    is_again: bool
+class Objects(Protocol):
+    """The objects that this rank's script has registered."""
 
     def is_registered(self, item: object) -> bool: ...
 
@@ -60,19 +58,7 @@ class Registered(Protocol):
         """The numbers of those of `parameters` that are in nothing that is registered."""
 
     def changed_parameter(self) -> str | None:
-        """The name of a parameter that was changed since `begin`, or since `restore`, if any."""
-
-    def reach_step(self) -> None:
-        """The script is about to get the next step, of which a checkpoint may be saved."""
-
-    def forget_step(self) -> None:
-        """The next step is not one that was dropped: it is another one, or the state was loaded since."""
-
-    def unlike_loaded(self) -> tuple[list[str], list[str]]:
-        """The names of parameters that were frozen in the checkpoint that was loaded, and have required gradients in
-        each of the steps since; and the settings of optimizers that it has replaced by others than those of the script,
-        and that have stayed so since. Each is told once. Call it once in each step of which this rank has a part,
-        before the apply."""
+        """The name of a parameter that was changed since the step began, or since it was dropped, if any."""
 
     def drop_gradients(self) -> None:
         """Set the gradients of what the registered optimizers train to None."""
@@ -88,6 +74,37 @@ class Registered(Protocol):
     @property
     def form(self) -> Form:
         """Of all objects. Read it before the first step, and when others are registered."""
+
+
+class Small(Protocol):
+    """The state that a step may change before its apply. `is_again`: the next step was begun before, and dropped."""
+
+    is_again: bool
+
+    def reach(self) -> None:
+        """The script is about to get a step. The state of now is what a checkpoint of it has, or another layout."""
+
+    def forget(self) -> None:
+        """The next step is not one that was dropped: it is another one, or the state was loaded since."""
+
+
+class Registered(Protocol):
+    """The registered objects of this rank, and their state."""
+
+    @property
+    def objects(self) -> Objects: ...
+
+    @property
+    def small(self) -> Small: ...
+
+    def restore(self) -> None:
+        """Drop the step: restore what was changed since `begin`, without parameters."""
+
+    def unlike_loaded(self) -> tuple[list[str], list[str]]:
+        """The names of parameters that were frozen in the checkpoint that was loaded, and have required gradients in
+        each of the steps since; and the settings of optimizers that it has replaced by others than those of the script,
+        and that have stayed so since. Each is told once. Call it once in each step of which this rank has a part,
+        before the apply."""
 
 
 class StateServer(Protocol):
@@ -126,9 +143,6 @@ class StateServer(Protocol):
 
     def forward_done(self) -> None:
         """The step's forward has ended: serve what it changed to learners too."""
-
-    def restore(self) -> None:
-        """Drop the step: restore what was changed since `begin`, without parameters."""
 
     def exclusive(self) -> AbstractContextManager[None]:
         """A context for changes of the state, in which no learner reads. It waits for reading learners up to a limit,

@@ -33,7 +33,7 @@ from elasticgang.gang.bans import Ban
 from elasticgang.integers import integer_from, required_integer
 from elasticgang.layout import ParallelLayout
 from elasticgang.member.driver import MemberDriver
-from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Registered, Rendezvous, SlotKeeper, StateServer
+from elasticgang.member.interfaces import Checkpoints, Mover, Objects, Reducer, Rendezvous, SlotKeeper, StateServer
 from elasticgang.member.seat_state import BuildFunction, NameFunction, SeatState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.form import Form
@@ -296,7 +296,7 @@ class QuorumManager:
 
     def is_registered(self, item: object) -> bool:
         """Whether `item` is part of the training state, by `register_state` or `build`."""
-        return self.registered.is_registered(item)
+        return self.objects.is_registered(item)
 
     def unreduced(self, parameters: Sequence[Tensor]) -> list[int]:
         """The numbers of those of `parameters` whose gradients no wrapped module reduces; none, if no module is
@@ -522,9 +522,9 @@ class QuorumManager:
         return self._step
 
     @property
-    def registered(self) -> Registered:
+    def objects(self) -> Objects:
         """The training state, by `register_state` or `build`."""
-        return self._state_server.registered
+        return self._state_server.registered.objects
 
     def empty(self, num: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """An uninitialized vector of `num` elements for gradients, by default on the CPU: there `reduction` need not

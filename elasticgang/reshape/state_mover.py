@@ -80,7 +80,7 @@ class StateMover:
             return
         registered = self._server.registered
         if not is_dropped:
-            registered.keep_snapshot()  # it is from the beginning of the last step
+            registered.small.keep()  # it is from the beginning of the last step
         kept = KeptState(former, layout, registered.tree())
         with self._changed:
             self._kept = kept
@@ -96,7 +96,7 @@ class StateMover:
         if not self._num_checks or layout.sdp * layout.tp == 1:
             return
         others = [each for each in layouts if (each.sdp, each.tp) != (layout.sdp, layout.tp)]
-        names = self._server.registered.changed_buffers() if others else []
+        names = self._server.registered.small.changed_buffers() if others else []
         self._num_checks = 0 if names else self._num_checks - 1
         if names:
             log.warning(
@@ -124,10 +124,10 @@ class StateMover:
             ModelMismatch: the seat's model has other tensors than the holders'.
         """
         registered = self._server.registered
-        registered.keep_snapshot()  # what was built for this seat is not in it yet
+        registered.small.keep()  # what was built for this seat is not in it yet
         deadline = time.monotonic() + MOVE_TIMEOUT_S
         seated, turn, told = Seated(*seat), rank, ""
-        most, num_received = registered.num_bytes, 0
+        most, num_received = registered.objects.num_bytes, 0
 
         def received(num_bytes: int) -> None:
             nonlocal num_received

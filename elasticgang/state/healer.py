@@ -71,8 +71,8 @@ class Healer:
             cancelled,
             self._received,
             self._received_small,
-            self._state.num_bytes,
-            self._state.placed,
+            self._state.objects.num_bytes,
+            self._state.small.placed,
         )
         state = fetch.run()
         if state is None:
@@ -112,7 +112,7 @@ class Healer:
             cancelled,
             None,
             ReceivedSmall(),
-            place_small=self._state.placed,
+            place_small=self._state.small.placed,
         )
         state = fetch.run()
-        return None if state is None else functools.partial(self._state.load_small, state["small"])
+        return None if state is None else functools.partial(self._state.small.load, state["small"])

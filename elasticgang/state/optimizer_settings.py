@@ -1,4 +1,4 @@
-"""The settings of optimizers: what their parameter groups have beside the parameters (REGISTERED-6)."""
+"""The settings of optimizers: what their parameter groups have beside the parameters (SMALLSTATE-1)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """REGISTERED-6."""
+    """SMALLSTATE-1."""
     return {key: value for key, value in group.items() if key not in _NO_SETTINGS}
 
 
 def without_settings(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict (REGISTERED-6)."""
+    """An optimizer's state dict (SMALLSTATE-1)."""
     groups = [{key: group[key] for key in _NO_SETTINGS if key in group} for group in state["param_groups"]]
     return {**state, "param_groups": groups}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from elasticgang.errors import WireError
 from elasticgang.state import staging
 from elasticgang.state.digests import Digest
-from elasticgang.state.registered_state import is_same_memory
+from elasticgang.state.registered_objects import is_same_memory
 from elasticgang.state.serialization import as_bytes
 
 Targets: TypeAlias = Callable[[Any, list[Any], int | None, list[Tensor]], tuple[list[Tensor], list[Tensor | None]]]

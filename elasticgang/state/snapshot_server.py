@@ -10,10 +10,6 @@ SNAPSHOT-3  A rank that wants to apply stops a thread of its own that computes d
     of that healer is closed.
 SNAPSHOT-4  A holder that enters a generation with learners computes the digests meanwhile, before they are requested:
     one holder for each host, and each one for learners on other hosts. What is to change the state stops that at once.
-SNAPSHOT-5  A step that is tried again begins with the same small state: the loop's code before `with step:` has run for
-    it in the first try. What that code changes once more is put back, and code that leaves itself out misses nothing.
-SNAPSHOT-6  A checkpoint has the small state from when the script got the step: a job that goes on at it runs the loop's
-    code before `with step:`, for the first time.
 """
 
 from __future__ import annotations
@@ -182,9 +178,6 @@ class SnapshotServer:
             self._serving, self._forward_done = attempt, False
             self._changed.notify_all()
 
-    def restore(self) -> None:
-        self._state.restore()
-
     def forward_done(self) -> None:
         with self._changed:
             self._forward_done, self._forward_mark = True, staging.device.mark()
@@ -217,7 +210,7 @@ class SnapshotServer:
 
     @property
     def registered(self) -> RegisteredState:
-        """The registered objects. Read them while no apply runs, or after `lend`."""
+        """The registered objects and their state. Read them while no apply runs, or after `lend`."""
         return self._state
 
     def lend(self, reader: Reader) -> None:
@@ -255,11 +248,11 @@ class SnapshotServer:
             reached("serving")
             state, digests = self._state, self._digests
             if request["after"]:
-                serving.serve_small(channel, state.small(cloned=False), digests.digest, self._forward_mark)
+                serving.serve_small(channel, state.small.live(), digests.digest, self._forward_mark)
             else:
                 lend = functools.partial(self._lender.lend, request.get("memory"))
                 serving.serve(
-                    channel, attempt, state.snapshot, state.large(), digests, state.written, lend, self._turns
+                    channel, attempt, state.small.begun, state.large(), digests, state.small.written, lend, self._turns
                 )
         except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
             log.debug("dropped a healer: %r", exc)

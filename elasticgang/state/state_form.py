@@ -3,7 +3,7 @@
 STATEFORM-1  The form of an object is that before the first step. Of buffers it has the names alone, of those that are
     persistent when the module is registered: forward may make others, on some ranks sooner, and replace them, and a
     heal takes those of another shape (BUFFERS-2). Of an optimizer it has the parameters of each group, in order, and
-    not the settings, which a heal takes too (REGISTERED-6), nor its state, which the first apply makes.
+    not the settings, which a heal takes too (SMALLSTATE-1), nor its state, which the first apply makes.
 """
 
 from __future__ import annotations

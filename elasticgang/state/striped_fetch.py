@@ -104,7 +104,7 @@ class _Connection:
 class StripedFetch:
     """One fetch of the state of `attempt`. Call `run` once. `sources`: addresses of holders, in the order in which they
     are asked, at most `num_at_once` at a time. `received`: of the large state, of about `num_bytes`; None
-    to fetch the small state after the step's forward alone. `place_small`: as `RegisteredState.placed`."""
+    to fetch the small state after the step's forward alone. `place_small`: as `SmallState.placed`."""
 
     def __init__(
         self,

@@ -330,7 +330,7 @@ class Optimizer:
                 "`register_state(optim=optim)`"
             )
         trained = [each for each in self._parameters() if each.requires_grad]
-        if left := self._manager.registered.without(trained):
+        if left := self._manager.objects.without(trained):
             raise InvalidOperationError(
                 f"{_what(trained, left)} in no module that is registered, so that a rank that joins would not get "
                 f"{'it' if len(left) == 1 else 'them'}: give `register_state` the module, or "
@@ -355,7 +355,7 @@ class Optimizer:
                     "the scaler has scaled no loss, but the gradients are divided by its scale: call "
                     "`scaler.scale(loss).backward()`, unless the script multiplies the losses by the scale itself"
                 )
-        elif any(has_scaled(each) and each not in self._scalers for each in manager.registered.of_class(_SCALER)):
+        elif any(has_scaled(each) and each not in self._scalers for each in manager.objects.of_class(_SCALER)):
             log.warning(
                 "a registered scaler has scaled losses, but no optimizer divides the gradients by its scale: give it "
                 "to `eg.Optimizer(manager, optimizer, scaler=scaler)`"

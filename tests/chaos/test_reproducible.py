@@ -77,7 +77,7 @@ def test_kills_leave_no_trace_in_the_bits(name: str, tmp_path: Path, alone: str)
     check(run(tmp_path, SCENARIOS[name], script_options=[*REPRODUCIBLE, *workers]), SCENARIOS[name], alone)
 
 
-# REGISTERED-6
+# SMALLSTATE-1
 def test_kills_leave_no_trace_in_settings_that_a_step_sets(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -228,8 +228,8 @@ def test_any_division_loads_buffers_that_another_has_saved(tmp_path: Path, befor
         registered = registered_buffers(rank, after, 0.0)
         read, _ = read_state(found.folder, found.manifest, registered.tree(), seat(rank, after))
         registered.load(read)
-        expected = registered_buffers(rank, after, 1.0).small(cloned=False)["buffers"]["model"]
-        for name, buffer in registered.small(cloned=False)["buffers"]["model"].items():
+        expected = registered_buffers(rank, after, 1.0).small.live()["buffers"]["model"]
+        for name, buffer in registered.small.live()["buffers"]["model"].items():
             assert type(buffer) is type(expected[name])
             assert torch.equal(local(buffer), local(expected[name]))
 
@@ -247,7 +247,7 @@ def registered_buffers(rank: int, tp: int, scale: float) -> RegisteredState:
             module.register_buffer(name, buffer)
     registered = RegisteredState()
     registered.register(model=module)
-    registered.keep_snapshot()
+    registered.small.keep()
     return registered
 
 
@@ -266,7 +266,7 @@ def registered_over_a_view(rank: int, placements: dict[str, Placement], whole: T
     module.register_parameter("weight", torch.nn.Parameter(weight))
     registered = RegisteredState()
     registered.register(model=module)
-    registered.keep_snapshot()
+    registered.small.keep()
     return registered
 
 

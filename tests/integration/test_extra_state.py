@@ -73,7 +73,7 @@ def test_extra_state_is_healed_and_a_dropped_step_does_not_change_it() -> None:
     scale(theirs, 0.25)  # the forward of the step
     assert learner.heal([source.address], ATTEMPT)
     assert extra(mine) == expected
-    source.restore()
+    source.registered.restore()
     assert extra(theirs) == expected
     source.close()
     learner.close()
@@ -219,7 +219,9 @@ def test_a_checkpoint_with_an_object_whose_name_has_a_colon_is_exported(
 ) -> None:
     """As they were saved before such names were refused."""
     with monkeypatch.context() as patch:
-        patch.setattr("elasticgang.state.registered_state.EXTRA", ";")  # of the extra state of `model`, which has none
+        patch.setattr(
+            "elasticgang.state.registered_objects.EXTRA", ";"
+        )  # of the extra state of `model`, which has none
         rank = Rank(tmp_path, model=Replacing(lambda state: None))
         rank.server.register(**{"metrics:train": Counter()})
         rank.enter(("a0",))

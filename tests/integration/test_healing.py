@@ -177,7 +177,7 @@ def test_buffers_that_are_sharded_are_healed(ranks: Ranks) -> None:
     assert load is not None
     load()
     assert same(local_buffers(healer), {"sharded": [10.0] * 2, "replicated": [5.0] * 4})
-    healer.server.restore()
+    healer.server.registered.restore()
     assert same(local_buffers(healer), {"sharded": [5.0] * 2, "replicated": [5.0] * 4})
 
 
@@ -196,7 +196,7 @@ class Average:
             self.weights[name].copy_(tensor)
 
 
-# REGISTERED-7
+# SMALLSTATE-2
 @pytest.mark.usefixtures("no_default_group")
 def test_what_an_object_has_of_sharded_tensors_is_healed(ranks: Ranks) -> None:
     mesh = eg.create_parallel_gangs(eg.FakeGang("cpu", size=2), tp_size=2).device_mesh("tp")
@@ -217,11 +217,11 @@ def test_what_an_object_has_of_sharded_tensors_is_healed(ranks: Ranks) -> None:
     assert load is not None
     load()
     assert local(healed["sharded"]).tolist() == [[10.0] * 2] * 2
-    healer.server.restore()
+    healer.server.registered.restore()
     assert local(healed["sharded"]).tolist() == [[5.0] * 2] * 2
 
 
-# REGISTERED-7
+# SMALLSTATE-2
 @pytest.mark.usefixtures("no_default_group")
 @pytest.mark.parametrize("is_at_source", [True, False])
 def test_a_sharded_tensor_of_one_side_alone_is_refused(
@@ -478,7 +478,7 @@ def test_a_learner_gets_what_forward_changed_to_load_when_it_applies(ranks: Rank
     assert same(learner.large(), before[0])
 
 
-# REGISTERED-6
+# SMALLSTATE-1
 def test_a_learner_gets_the_settings_of_the_beginning_and_those_of_the_apply(ranks: Ranks) -> None:
     source, learner = ranks(3), ranks(1)
     source.server.begin(AT)
@@ -497,7 +497,7 @@ def test_a_learner_gets_the_settings_of_the_beginning_and_those_of_the_apply(ran
     assert settings(learner)["lr"] == 0.5
 
 
-# REGISTERED-6
+# SMALLSTATE-1
 def test_a_step_that_is_dropped_does_not_change_settings(ranks: Ranks) -> None:
     rank = ranks(1)
     (group,) = rank.optim.param_groups
@@ -506,13 +506,13 @@ def test_a_step_that_is_dropped_does_not_change_settings(ranks: Ranks) -> None:
     rank.server.begin(AT)
     lr.mul_(2)
     group["weight_decay"], group["new"] = 0.75, 1
-    rank.server.restore()
+    rank.server.registered.restore()
     assert rank.optim.param_groups == [group]
     assert group["lr"] is lr
     assert settings(rank) == at_begin
 
 
-# REGISTERED-6
+# SMALLSTATE-1
 def test_holders_whose_steps_have_changed_settings_do_not_differ_for_a_learner(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,7 @@ def test_a_heal_takes_what_is_reserved_and_allocates_the_rest(share: float) -> N
     holder, learner = trained(1, steps=2), trained(2, steps=0)
     source = SnapshotServer("127.0.0.1")
     source.register(model=holder[0], optim=holder[1])
-    size = source.registered.optimizer_bytes
+    size = source.registered.objects.optimizer_bytes
     assert size > MIN_BYTES / 0.6
     healer = SnapshotServer("127.0.0.1", reserved_bytes=int(size * share))
     healer.register(model=learner[0], optim=learner[1])
@@ -39,7 +39,7 @@ def test_a_heal_takes_what_is_reserved_and_allocates_the_rest(share: float) -> N
     assert reserve is not None
     healer.wait_for_memory()
     assert reserve.is_populated
-    assert healer.registered.optimizer_bytes == 0
+    assert healer.registered.objects.optimizer_bytes == 0
     try:
         source.begin(AT)
         healer.begin(None)
@@ -50,7 +50,7 @@ def test_a_heal_takes_what_is_reserved_and_allocates_the_rest(share: float) -> N
     finally:
         source.close()
         healer.close()
-    assert healer.registered.optimizer_bytes == size
+    assert healer.registered.objects.optimizer_bytes == size
     assert (taken > size - 64) is (share == 1.0)  # bytes, of the last tensor's room
     assert (taken > 0) is (share > 0.0)
     for mine, theirs in zip(learner[0].parameters(), holder[0].parameters(), strict=True):
@@ -67,7 +67,7 @@ def test_the_hint_does_not_depend_on_what_else_an_optimizer_s_state_has() -> Non
     model, optim = trained(1, steps=1)
     optim.param_groups[0]["of a schedule"] = object()
     server.register(model=model, optim=optim)
-    assert server.registered.optimizer_bytes > 2 * 4 * WIDTH * WIDTH
+    assert server.registered.objects.optimizer_bytes > 2 * 4 * WIDTH * WIDTH
 
 
 # RESERVE-3
@@ -80,4 +80,4 @@ def test_an_optimizer_whose_state_cannot_be_listed_gives_no_hint() -> None:
 
     optim.register_state_dict_pre_hook(lambda optimizer: fails())
     server.register(model=model, optim=optim)
-    assert server.registered.optimizer_bytes == 0
+    assert server.registered.objects.optimizer_bytes == 0

@@ -180,11 +180,11 @@ def test_a_dropped_step_puts_back_what_forward_changed(ranks: Ranks) -> None:
     rank.model(torch.randn(5, 3))
     rank.counter.state["count"] = 99
     rank.counter.state["seen"].append(3)
-    rank.server.restore()
+    rank.server.registered.restore()
     assert same(rank.small(), before)
     assert rank.counter.state["seen"] == [1, 2]
     rank.counter.state["seen"].append(4)  # what was put back is not what is kept
-    rank.server.restore()
+    rank.server.registered.restore()
     assert rank.counter.state["seen"] == [1, 2]
 
 
@@ -194,7 +194,7 @@ def test_the_snapshot_is_from_the_last_step_that_began(ranks: Ranks) -> None:
     rank.counter.state["count"] = 5
     rank.server.begin(Attempt(4, 2))
     rank.counter.state["count"] = 6
-    rank.server.restore()
+    rank.server.registered.restore()
     assert rank.counter.state["count"] == 5
 
 
@@ -204,7 +204,7 @@ def test_without_state_it_is_put_back_too(ranks: Ranks) -> None:
     before = rank.small()
     rank.server.begin(None)
     rank.counter.state["count"] = 99
-    rank.server.restore()
+    rank.server.registered.restore()
     assert same(rank.small(), before)
 
 
@@ -215,7 +215,7 @@ def test_state_healed_in_a_dropped_step_stays(ranks: Ranks) -> None:
     healer.counter.state["count"] = 99
     assert healer.server.heal([source.server.address], AT)
     healer.counter.state["count"] = 100
-    healer.server.restore()
+    healer.server.registered.restore()
     assert same(healer.small(), source.small())
 
 

@@ -148,14 +148,14 @@ def test_a_state_on_devices_is_healed_to_the_bit(attempt: Attempt, device: FakeD
 def test_a_checkpoint_of_a_state_on_a_device_is_copied_through_two_buffers(device: FakeDevice) -> None:
     rank = on_device(Rank(2, size=700), device)
     registered = rank.server.registered
-    registered.keep_snapshot()
+    registered.small.keep()
     seated = Seated(eg.ParallelLayout(), (0, 0, 0))
     shares = []
     for _ in range(2):
         captured = capture(registered.tree(), seated, 0, 1)
         assert captured is not None
         data = bytearray(captured.shard.num_bytes)
-        assert captured.copy_to(memoryview(data), lambda: False, registered.written)
+        assert captured.copy_to(memoryview(data), lambda: False, registered.small.written)
         shares.append(bytes(data))
         assert device.num_pinned_bytes == NUM_BUFFERS * CHUNK
         device.put_none()
@@ -163,17 +163,17 @@ def test_a_checkpoint_of_a_state_on_a_device_is_copied_through_two_buffers(devic
     rank.server.close()
 
 
-# PINNED-2, SNAPSHOT-6
+# PINNED-2, SMALLSTATE-4
 def test_a_reader_sees_parameters_that_the_code_of_the_loop_before_a_step_has_changed(device: FakeDevice) -> None:
     rank = on_device(Rank(2), device)
     registered, weight = rank.server.registered, next(rank.model.parameters()).detach()
     new = torch.full_like(weight, 7.0)
     try:
-        registered.reach_step()
+        registered.small.reach()
         with device.present:
             weight.copy_(new, non_blocking=True)
         rank.server.begin(None)
-        read = b"".join(bytes(chunk) for chunk in Reader(registered.written).chunks(weight))
+        read = b"".join(bytes(chunk) for chunk in Reader(registered.small.written).chunks(weight))
         assert read == bytes(as_bytes(new))
     finally:
         rank.server.close()
@@ -197,7 +197,7 @@ def test_the_digests_of_a_device_are_those_of_the_host_through_two_buffers(devic
 def test_a_cancelled_copy_ends_between_two_chunks(device: FakeDevice) -> None:
     rank = on_device(Rank(2, size=700), device)
     registered = rank.server.registered
-    registered.keep_snapshot()
+    registered.small.keep()
     captured = capture(registered.tree(), Seated(eg.ParallelLayout(), (0, 0, 0)), 0, 1)
     assert captured is not None
     looks = iter([False, False, True])

@@ -197,4 +197,4 @@ def test_an_object_that_is_no_longer_registered_has_no_received_chunks() -> None
     with healer.server.exclusive():
         healer.server.unregister(["model", "optim", "counter"])
     assert healer.server.num_received == 0
-    assert not healer.server.registered.is_registered(healer.model)
+    assert not healer.server.registered.objects.is_registered(healer.model)

@@ -155,7 +155,7 @@ def test_an_optimizer_of_others_may_say_what_their_state_is() -> None:
     train(0)
     train(0)
     states[0].begin_step()
-    states[1].load({"large": copy.deepcopy(states[0].large()), "small": states[0].small(cloned=True)})
+    states[1].load({"large": copy.deepcopy(states[0].large()), "small": states[0].small.copy()})
     for _ in range(3):
         train(0)
         train(1)

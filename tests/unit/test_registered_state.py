@@ -18,7 +18,7 @@ from elasticgang.state.serialization import flatten, unflatten
 
 
 def state_of(registered: RegisteredState) -> dict[str, Any]:
-    return copy.deepcopy({"large": registered.large(), "small": registered.small(cloned=True)})
+    return copy.deepcopy({"large": registered.large(), "small": registered.small.copy()})
 
 
 class Mixed(torch.optim.Optimizer):
@@ -100,12 +100,12 @@ def test_a_setting_with_names_is_sent_as_a_tuple_and_has_them_again() -> None:
     group["schedule"] = Schedule(5, 0.5)
     registered.register(optim=optim)
     registered.begin_step()
-    spec, _ = flatten(registered.small(cloned=True)["settings"])
+    spec, _ = flatten(registered.small.copy()["settings"])
     received = unflatten(spec, [])
     assert received["optim"][0]["schedule"] == (5, 0.5)
-    for settings in (received, registered.small(cloned=True)["settings"]):
+    for settings in (received, registered.small.copy()["settings"]):
         group["schedule"] = Schedule(6, 0.25)
-        registered.load_small({"buffers": {}, "others": {}, "settings": settings})
+        registered.small.load({"buffers": {}, "others": {}, "settings": settings})
         assert group["schedule"] == Schedule(5, 0.5)
         assert group["schedule"].rate == 0.5
 
@@ -196,7 +196,7 @@ def test_a_buffer_takes_a_value_of_another_shape_or_dtype_and_one_that_it_has_no
     registered.begin_step()
     state = state_of(registered)
     model, healed, learner = registered_rotary()
-    learner.check_small(state["small"])
+    learner.small.check(state["small"])
     learner.load(state)
     expected = dict(source.named_buffers())
     assert expected.keys() == {"1.table", "1.alias", "1.mask", "1.codes", "1.further"}
@@ -224,14 +224,14 @@ def test_a_buffer_without_a_place_is_refused() -> None:
     _, _, registered = registered_rotary()
     for name in ("2.table", "1.grow"):
         with pytest.raises(WireError, match=f"only the source's module has the buffer '{name}'"):
-            registered.check_small({"buffers": {"model": {name: torch.ones(1)}}, "others": {}})
+            registered.small.check({"buffers": {"model": {name: torch.ones(1)}}, "others": {}})
 
 
 def test_models_of_other_names_shapes_or_dtypes_are_told_apart() -> None:
     def model(**modules: nn.Module) -> str:
         state = RegisteredState()
         state.register(**modules)
-        return state.model
+        return state.objects.model
 
     one = model(model=nn.Linear(2, 3))
     assert one.startswith("2 parameters of 9 elements (")
@@ -258,7 +258,7 @@ class Two(nn.Module):
 def form_of(module: nn.Module, optim: object) -> dict[str, str]:
     registered = RegisteredState()
     registered.register(model=module, optim=optim)
-    return dict(registered.form)
+    return dict(registered.objects.form)
 
 
 def differing(module: nn.Module, optim: object) -> set[str]:
@@ -325,20 +325,20 @@ def test_a_form_has_no_values_and_nothing_that_a_heal_takes() -> None:
 def test_the_form_of_an_object_stays_as_it_was_before_the_first_step() -> None:
     module, registered = Two(), RegisteredState()
     registered.register(model=module)
-    before = registered.form
+    before = registered.objects.form
     module.register_buffer("cache", torch.ones(1))  # by forward
-    assert registered.form == before
+    assert registered.objects.form == before
     registered.register(later=nn.Linear(1, 1))
-    assert set(before) < set(registered.form)
+    assert set(before) < set(registered.objects.form)
     registered.unregister(["later"])
-    assert registered.form == before
+    assert registered.objects.form == before
 
 
 # LOADED-1
 def test_what_was_frozen_is_named_once_it_has_required_gradients_in_three_steps() -> None:
     module, registered = Two(), RegisteredState()
     registered.register(model=module)
-    small = registered.small(cloned=True)
+    small = registered.small.copy()
     loaded = {"small": small, "large": {"parameters": {}, "optimizers": {}}}
     assert [registered.unlike_loaded()[0] for _ in range(4)] == [[]] * 4
     frozen = [("model", "one.weight"), ("model", "one.bias"), ("model", "two.bias")]
@@ -366,7 +366,7 @@ def test_settings_of_the_script_that_a_load_has_replaced_are_named_unless_a_step
     saved, source = registered_adam(lr=0.5, betas=(0.9, 0.95), eps=1e-6, foreach=False)
     torch.optim.lr_scheduler.ExponentialLR(saved, 0.9)  # `initial_lr`
     saved.param_groups[1]["lr"] = 0.25  # by the schedule
-    loaded = {"small": source.small(cloned=True), "large": source.large()}
+    loaded = {"small": source.small.copy(), "large": source.large()}
 
     adam, registered = registered_adam(lr=0.1, betas=(0.9, 0.99), eps=1e-8)
     torch.optim.lr_scheduler.ExponentialLR(adam, 0.9)
