@@ -1,5 +1,5 @@
-"""Trains on a `StreamingDataset` of MosaicML Streaming by index, made by the block of README.md that is in `BLOCK`. Run
-by `test_streaming.py`."""
+"""Trains on a `StreamingDataset` of MosaicML Streaming by index, made by the block of docs/data.md that is in `BLOCK`.
+Run by `test_streaming.py`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The README's job for a layout in which ranks hold parts of the model, made whole: two layers split over `tp` by
-torch's `parallelize_module`, norms outside of them, all of it sharded over `sdp` by `fully_shard`. Run by
+"""The job of docs/layouts.md for a layout in which ranks hold parts of the model, made whole: two layers split over
+`tp` by torch's `parallelize_module`, norms outside of them, all of it sharded over `sdp` by `fully_shard`. Run by
 `test_layout_recipe.py` as `sdp=2, tp=2`, and alone. Double precision, so that only the order of summation differs."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The README's job for a layout in which ranks hold parts of the model: parameters on two meshes, and their norm."""
+"""The job of docs/layouts.md, whose ranks hold parts of the model: parameters on two meshes, and their norm."""
 
 from __future__ import annotations
 

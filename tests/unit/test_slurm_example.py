@@ -1,4 +1,4 @@
-"""`examples/slurm.sh` gives commands options that they have, to start a job as the README says."""
+"""`examples/slurm.sh` gives commands options that they have, to start a job as docs/operations.md says."""
 
 from __future__ import annotations
 
