@@ -5,16 +5,8 @@ DRIVER-1  The reduction of the gradients is finished once it has passed on the s
     its part of the sum. The rank waits for that point of the stream alone; the device divides and clips the gradients
     while the vote is under way.
 DRIVER-2  A reduction that has passed counts only if its process groups have no error afterwards (DATA-5).
-DRIVER-3  A number that stands for the global batches of the step is summed with the totals. If ranks take samples of
-    different ones, each of them finds that before it prepares, and raises an error. Learners add zeros: they take none.
 DRIVER-6  No gradient outlives its step: not in a step that is tried again, and not where another optimizer has taken
     the step. A sum over the ranks would count it once more for each of them, and a rank that has healed has none.
-DRIVER-7  As in DRIVER-3, a number that stands for the learning rates is summed, unless stages of a pipeline may have
-    others: a schedule that is not registered begins anew on a rank that restarts (ALIKE-2 sees it only in the first
-    steps), and one that follows a rank's own loss goes its way.
-DRIVER-8  Along `tp` and `pp` all ranks count the same samples, and the sum of the weights is divided by their number.
-    As in DRIVER-3, what the first one of each such group counts is summed too: a weight that the last stage alone gives
-    would make all gradients larger by a factor. A rank that has reported an error may give any weight.
 DRIVER-9  What the script does in its loop behind `with step:`, it does also for a step that is dropped, and on some
     ranks only. The small state is put back once more then. Parameters cannot be: a warning names one that has changed.
 DRIVER-10  A rank that has no part of the step, because it or its replica group heals, adds neither gradients nor a
@@ -29,7 +21,6 @@ import dataclasses
 import functools
 import logging
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -42,6 +33,7 @@ from elasticgang.layout import ModelCoordinates
 from elasticgang.member.form_comparison import FormComparison
 from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, StateServer
 from elasticgang.member.seat_state import SeatState, check_is_of_seat
+from elasticgang.member.step_agreement import NUM_NUMBERS, StepAgreement
 from elasticgang.process.status_page import ThreadState
 from elasticgang.protocol import coverage
 from elasticgang.protocol import member_instructions as do
@@ -59,8 +51,6 @@ log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
 _NUM_SAVES = 2  # numbers of a vote that are of checkpoints
-_WEIGHTS_TOLERANCE = 1e-6  # relative: a script may sum weights of its own in float32
-_RATES_TOLERANCE = 1e-6  # relative: hosts may round the functions of a schedule differently
 
 
 class MemberDriver:
@@ -82,17 +72,13 @@ class MemberDriver:
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
         self._device = device
         self.comparison = FormComparison(self.lifecycle.state, state_server, self.reducers, self._page, self._is_over)
+        self._agreement = StepAgreement(self.lifecycle.state)
         self._apply: Callable[..., None] | None = None
         self._prepare: Callable[..., None] | None = None
         self._measure: Callable[[], Sequence[float]] | None = None
         self._sums: Callable[[], list[float]] = list
         self._is_voting = False  # the sums under way are votes
         self._num_values = 0  # of the totals under way, before the driver's own
-        self._taken: list[tuple[BatchShape, int]] = []  # DRIVER-3
-        self._batches = 0.0, 0.0  # of the totals under way
-        self._rates: float | None = None  # DRIVER-7
-        self._rates_sent = 0.0, 0.0  # of the totals under way
-        self._weight = 0.0  # DRIVER-8
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
         self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
@@ -113,11 +99,11 @@ class MemberDriver:
         settings: Callable[[], Form],
         rates: float,
     ) -> bool:
-        """`taken`: the global batches of the step, each with its first position (DRIVER-3). `settings`: of the
-        optimizer (ALIKE-2). `rates`: stands for its learning rates (DRIVER-7).
+        """`taken`: the global batches of the step, each with its first position (AGREEMENT-1). `settings`: of the
+        optimizer (ALIKE-2). `rates`: stands for its learning rates (AGREEMENT-2).
 
         Raises:
-            InvalidOperationError: as `MemberLifecycle.commit` does; or DRIVER-3, DRIVER-7, DRIVER-8; or the step has
+            InvalidOperationError: as `MemberLifecycle.commit` does; as `StepAgreement.check` does; or the step has
                 changed a parameter.
             MismatchError: ALIKE-2.
         """
@@ -131,15 +117,15 @@ class MemberDriver:
                 "parameters only after `optim.step` has returned True."
             )
         self.samples.vote(self.lifecycle.state.committed.step, [shape for shape, _ in taken])
-        self._apply, self._measure, self._prepare, self._taken = apply, measure, prepare, sorted(taken)
-        self._rates, self._weight = rates, weight
+        self._apply, self._measure, self._prepare = apply, measure, prepare
+        self._agreement.begin(weight, taken, rates)
         if weight > 0:
             self._warn_of_loaded()
         try:
             with self.comparison.settings_announced(settings):
                 return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None, names=names))
         finally:
-            self._taken, self._rates, self._weight = [], None, 0.0  # of no other sum
+            self._agreement.end()
 
     def run(self, routine: Routine[_T]) -> _T:
         """Carry out the instructions of `routine` to its end. A GangError of one ends the generation."""
@@ -220,8 +206,7 @@ class MemberDriver:
                 else:
                     self._num_values = len(values)
                     has_all = float(all(reducer.has_all for reducer in self.reducers))  # DDP-8
-                    self._batches, self._rates_sent = self._number_of_batches(), self._number_of_rates()
-                    values = (*values, *self._batches, *self._rates_sent, *self._weights(), has_all)
+                    values = (*values, *self._agreement.numbers(), has_all)
                 measured = self._measure() if measures and self._measure is not None else ()
                 self._sums = rendezvous.start_sum([*values, *measured])
             case Do.AWAIT_SUMS:
@@ -233,13 +218,10 @@ class MemberDriver:
                         self.checkpoints.count(num_proposals, num_saving, self.lifecycle.state.entered)
                     return sums[:-_NUM_SAVES]
                 reached("totals_received")
-                start, end = self._num_values, self._num_values + 7
-                of_batches, num_batches, of_rates, num_rates, of_all, of_first, has_any_all = sums[start:end]
-                del sums[start:end]
-                self._check_batches(of_batches, num_batches)
-                self._check_rates(of_rates, num_rates)
-                if not sums[1]:  # no rank has reported an error
-                    self._check_weights(of_all, of_first)
+                start, end = self._num_values, self._num_values + NUM_NUMBERS
+                of_agreement, has_any_all = sums[start:end], sums[end]
+                del sums[start : end + 1]
+                self._agreement.check(of_agreement, has_error=sums[1] > 0)
                 if not has_any_all:
                     for reducer in self.reducers:
                         reducer.leave_out_unused()
@@ -370,61 +352,6 @@ class MemberDriver:
         checkpoints.close(self._rendezvous.member, state, saves=may_save)
         if self._has_failed_last and not checkpoints.has(state.committed):
             self._rendezvous.tell_unsaved(state.committed.step)
-
-    def _number_of_batches(self) -> tuple[float, float]:
-        """DRIVER-3: what stands for the global batches of the step, and 1; zeros if this rank has none."""
-        if not (self._taken and self.lifecycle.state.is_active):
-            return 0.0, 0.0
-        return float(zlib.crc32(repr(self._taken).encode())), 1.0
-
-    def _number_of_rates(self) -> tuple[float, float]:
-        """DRIVER-7: what stands for the learning rates, and 1; zeros if they may differ."""
-        state = self.lifecycle.state
-        is_counted = state.is_active and state.record is not None and state.record.layout.pp == 1
-        return (self._rates, 1.0) if is_counted and self._rates is not None else (0.0, 0.0)
-
-    def _check_rates(self, total: float, num_ranks: float) -> None:
-        """DRIVER-7."""
-        own, is_one = self._rates_sent
-        if is_one and abs(total - own * num_ranks) > _RATES_TOLERANCE * abs(own * num_ranks):
-            raise InvalidOperationError(
-                f"the ranks have different learning rates in step {self.lifecycle.state.committed.step}: register the "
-                "schedule (`register_state(schedule=schedule)`), and let it depend on nothing but the step and "
-                "`optim.sums`"
-            )
-
-    def _weights(self) -> tuple[float, float]:
-        """DRIVER-8: this rank's weight, and that of all that count the same samples if it is the first of them; zeros
-        if each rank counts its own, or where one of its replica group has no state: that one counts nothing."""
-        state = self.lifecycle.state
-        if (record := state.record) is None or (num := record.layout.pp * record.layout.tp) == 1 or not state.share():
-            return 0.0, 0.0
-        pp, _, tp = record.model_coordinates(state.member)
-        return self._weight, 0.0 if pp or tp else self._weight * num
-
-    def _check_weights(self, of_all: float, of_first: float) -> None:
-        """DRIVER-8."""
-        if abs(of_all - of_first) > _WEIGHTS_TOLERANCE * of_all:
-            raise InvalidOperationError(
-                f"the weights of step {self.lifecycle.state.committed.step} differ between ranks that count the same "
-                "samples: along `tp` and `pp`, let every rank give `optim.step` the same `weight`, also a stage that "
-                "knows no loss"
-            )
-
-    def _check_batches(self, total: float, num_ranks: float) -> None:
-        """DRIVER-3."""
-        own, is_one = self._batches
-        if is_one and total != own * num_ranks:
-            what = " and ".join(
-                f"samples from position {first} on of `GlobalBatch({shape.num_samples}, size={shape.size}, "
-                f"slot={shape.slot}, seed={shape.seed})`"
-                for shape, first in self._taken
-            )
-            raise InvalidOperationError(
-                f"the ranks take step {self.lifecycle.state.committed.step} from different global batches. This rank "
-                f"has {what}, and another one has not: make `GlobalBatch` alike on every rank, also on one that "
-                "restarts."
-            )
 
     def _measure_state(self, tip: Attempt | None) -> None:
         """Once in each generation, after its first commit, for which the others of a dead rank wait: a rank that is

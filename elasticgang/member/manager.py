@@ -595,7 +595,7 @@ class QuorumManager:
         `prepare`: called once before `apply`, with the same arguments, while the votes cross the network. It may
         change the gradients and nothing else, because the step may still be dropped.
         `numbers`: equally many on every rank. `step.sums` has their sums over all ranks once the step is committed.
-        `names`: stands for their names, below 2**32 (MANAGER-16). `rates`: for the learning rates (DRIVER-7).
+        `names`: stands for their names, below 2**32 (MANAGER-16). `rates`: for the learning rates (AGREEMENT-2).
         `settings`: returns what `apply` and `prepare` depend on beside the state (ALIKE-2). Other threads may call it
         until this returns.
 

@@ -192,7 +192,7 @@ class Optimizer:
         return is_committed
 
     def _rates(self) -> float:
-        """A number that stands for the learning rates of the groups (DRIVER-7), without those on a device."""
+        """A number that stands for the learning rates of the groups (AGREEMENT-2), without those on a device."""
         rates = (_rate(group.get("lr")) for group in self.param_groups)
         total = sum(rate * (number + 1) for number, rate in enumerate(rates))
         return total if math.isfinite(total) else 0.0

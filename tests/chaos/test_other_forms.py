@@ -179,7 +179,7 @@ def test_a_schedule_that_is_not_registered_is_named_when_a_rank_comes_back(tmp_p
         assert "by `register_state(schedule=schedule)`" in job.stderr
 
 
-# DRIVER-7
+# AGREEMENT-2
 def test_a_rank_may_heal_in_the_last_step_of_a_job_with_a_schedule_and_checkpoints(tmp_path: Path) -> None:
     """Its own learning rate is that of its start until it has healed, and it takes part in the sum after the step."""
     path = script(

@@ -93,7 +93,7 @@ def run(tmp_path: Path, layout: str, ranks: int, form: str, text: str = JOB) -> 
     return run_preloaded([sys.executable, *launcher, str(script), form], timeout=60)
 
 
-# DRIVER-8
+# AGREEMENT-3
 @pytest.mark.parametrize(("layout", "ranks"), [("pp=2", 2), ("tp=2", 2), ("sdp=2,tp=2", 4)])
 def test_a_weight_that_one_of_the_ranks_gives_alone_is_refused(layout: str, ranks: int, tmp_path: Path) -> None:
     done = run(tmp_path, layout, ranks, "of one rank")

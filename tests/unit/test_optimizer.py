@@ -577,7 +577,7 @@ def totals_with(batches: Sequence[eg.GlobalBatch], others: Sequence[float] = (),
     ],
     ids=lambda other: next(iter(other)),
 )
-# DRIVER-3
+# AGREEMENT-1
 def test_ranks_that_take_samples_of_different_global_batches_all_raise(other: dict[str, Any]) -> None:
     options: dict[str, Any] = {"num_samples": 64, "size": 16, "slot": 4, "seed": 1}
     batches = eg.GlobalBatch(**options), eg.GlobalBatch(**{**options, **other})
@@ -590,7 +590,7 @@ def test_ranks_that_take_samples_of_different_global_batches_all_raise(other: di
         )
 
 
-# DRIVER-3
+# AGREEMENT-1
 def test_ranks_may_ask_for_global_batches_in_any_order_and_some_for_none() -> None:
     first, second = eg.GlobalBatch(64, size=16, slot=4), eg.GlobalBatch(80, size=8, slot=4)
     both = totals_with([first, second])
@@ -600,7 +600,7 @@ def test_ranks_may_ask_for_global_batches_in_any_order_and_some_for_none() -> No
         totals_with([first], both)
 
 
-# DRIVER-7
+# AGREEMENT-2
 def test_ranks_with_different_learning_rates_all_raise() -> None:
     batches = [eg.GlobalBatch(64, size=16, slot=4)]
     rates = (0.1, 0.1001)
