@@ -12,6 +12,8 @@ DRIVER-9  What the script does in its loop behind `with step:`, it does also for
 DRIVER-10  A rank that has no part of the step, because it or its replica group heals, adds neither gradients nor a
     weight, whatever its script has computed: its parameters are not those of the job. A script that takes its samples
     otherwise than from a `GlobalBatch` computes something there.
+DRIVER-11  A process that the script forks has no part in the job: where it leaves a step or the loop, by an
+    exception such as SystemExit, it neither ends the step nor leaves the job.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
@@ -70,7 +73,7 @@ class MemberDriver:
         self._seat_reducers: list[Reducer] = []
         self._model: str | None = None
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
-        self._device = device
+        self._device, self._pid = device, os.getpid()
         self.comparison = FormComparison(self.lifecycle.state, state_server, self.reducers, self._page, self._is_over)
         self._agreement = StepAgreement(self.lifecycle.state)
         self._apply: Callable[..., None] | None = None
@@ -144,6 +147,11 @@ class MemberDriver:
             except GangError as failure:
                 self._rendezvous.poison(failure)
                 error = failure
+
+    @property
+    def is_forked(self) -> bool:
+        """DRIVER-11: whether this process is a child of the rank, with a copy of its driver."""
+        return os.getpid() != self._pid
 
     def reach_step(self) -> None:
         """The script is about to get the next step."""

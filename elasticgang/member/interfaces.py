@@ -23,7 +23,7 @@ from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import CheckpointRef, FormerState, Holder, Model, Record, Seat
 
 if TYPE_CHECKING:
-    from elasticgang.member.manager import Step
+    from elasticgang.member.step import Step
 
 _T = TypeVar("_T")
 

@@ -1,15 +1,6 @@
 """The manager of one rank: the API of a training script. All of it runs on the training thread.
 
 `member_lifecycle.py` decides what the rank does. `driver.py` carries that out.
-
-MANAGERFORK-1  A process that the script forks has no part in the job: where it leaves the step or the loop, by an
-    exception such as SystemExit, it neither ends the step nor leaves the job.
-MANAGERSLOTS-1  Samples are taken before the step is committed: the others do not know of later ones, and a loop over
-    slots would raise StepAborted after a death, so that what follows it would be missing on this rank (as BAN-1).
-MANAGERSLOTS-2  Once a rank without slots has reduced its zeros, no backward of the step follows: its gradient would
-    be in no sum, while its weight counts.
-MANAGERSLOTS-3  Once the step is committed, a loop over its slots goes on when a peer dies, and a rank that has none
-    reduces nothing: the others do not.
 """
 
 from __future__ import annotations
@@ -20,14 +11,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from elasticgang.environment import checkpoint_dir
-from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
+from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
 from elasticgang.gang import Gang, Gangs
 from elasticgang.gang.bans import Ban
 from elasticgang.integers import integer_from, required_integer
@@ -35,139 +24,13 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.member.driver import MemberDriver
 from elasticgang.member.interfaces import Checkpoints, Mover, Objects, Reducer, Rendezvous, SlotKeeper, StateServer
 from elasticgang.member.seat_state import BuildFunction, NameFunction, SeatState
+from elasticgang.member.step import Step
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.form import Form
 from elasticgang.protocol.member_lifecycle import Next
-from elasticgang.protocol.member_state import Share
 from elasticgang.protocol.record import Record
-from elasticgang.protocol.sample_positions import BatchShape
 
 log = logging.getLogger("elasticgang")
-
-
-class Step:
-    """One attempt at one step. Use it as `with step:`. `is_first`: of all attempts in its generation."""
-
-    def __init__(self, manager: QuorumManager, index: int, *, is_first: bool) -> None:
-        self._manager = manager
-        self.index, self.is_first = index, is_first
-        self.generation = manager.generation
-        self.share = manager._state.share()
-        self._active = manager._state.active_members
-        self.num_slots: int | None = None  # of all ranks; `divide` sets it, or a loader
-        self._part: tuple[Sequence[int], Sequence[int]] | None = None
-        self.taken: set[tuple[BatchShape, int]] = set()  # the global batches of this step, each with its first position
-        self.seeds: set[int] = set()  # of what has the slots of this step
-        self.slot: int | None = None  # the number of the slot under way; the iteration over slots sets it
-        self.unread: set[object] = set()  # the streams whose slots are not all read
-        self._has_contributed = False  # MANAGERSLOTS-2
-        self.committed = False
-        self.sums: tuple[float, ...] = ()  # of the numbers given to `QuorumManager.commit`, if the step is committed
-        self.closed = False
-        self.has_failed = False  # this rank has reported an error
-        self._gangs = manager.gangs
-
-    def __repr__(self) -> str:
-        return f"Step(index={self.index}, generation={self.generation}, share={self.share})"
-
-    @property
-    def shares(self) -> Sequence[Share | None]:
-        """Of all ranks of the dp gang, as they were when the step began."""
-        return self._active.shares
-
-    def check(self) -> None:
-        """Raise StepAborted if the generation has ended, so that the script leaves a lost step early."""
-        self._manager._rendezvous.page.beat()
-        if self._manager.poisoned and not self.committed:  # MANAGERSLOTS-3
-            raise StepAborted(f"step {self.index} is lost: {self._manager.error}")
-
-    def take_samples(self, shape: BatchShape) -> int:
-        """The position of this step's first sample in the order of a global batch (POSITION-1). `GlobalBatch` calls it.
-
-        Raises:
-            InvalidOperationError: the step is committed (MANAGERSLOTS-1).
-            ValueError, MismatchError: as `SamplePositions.take` does.
-        """
-        if self.committed:
-            raise InvalidOperationError(
-                f"the slots of step {self.index} must be asked for before `optim.step`: afterwards a rank whose peer "
-                "dies would leave the step, which is committed. Evaluate before `optim.step`, or take the slots of an "
-                "evaluation by `batches.share(step.index, step.share)`, also of a loader's `batches`."
-            )
-        first = self._manager._driver.samples.take(self.index, shape)
-        self.taken.add((shape, first))
-        self.seeds.add(shape.seed)
-        return first
-
-    def divide(self, num_slots: int) -> tuple[Sequence[int], Sequence[int]] | None:
-        """The numbers of this rank's slots of `num_slots`: those that it computes, and those whose gradients it has
-        kept from an earlier try. None: it computes those of `share`. `GlobalBatch` calls it, on every rank. Raises as
-        `SlotKeeper.divide`."""
-        if num_slots != self.num_slots:
-            keeper = self._manager.keeper()
-            if keeper is not None and self.num_slots is not None:
-                raise InvalidOperationError(
-                    f"step {self.index} has slots of a batch of {self.num_slots} slots and of one of {num_slots}; use "
-                    "one `GlobalBatch` in a step."
-                )
-            self.num_slots, self._part = num_slots, None
-            if keeper is not None and (part := keeper.divide(self)) is not None:
-                self._part = part.due, part.kept
-        return self._part
-
-    def end_slot(self) -> None:
-        """The slot under way is finished; the iteration over slots calls it."""
-        keeper = self._manager.keeper()
-        if keeper is not None and self.slot is not None and not self.committed:  # MANAGERSLOTS-3
-            keeper.end_slot(self.slot)
-
-    def data_worker_lost(self, loss: dict[str, Any]) -> None:
-        """A data worker of this rank is lost: the agent writes an event with the fields of `loss`. A loader calls it,
-        from any thread, also after the step."""
-        self._manager._rendezvous.data_worker_lost(loss)
-
-    def contribute(self) -> None:
-        """Reduce this rank's gradients now. Call it on a rank without slots where the other ranks run backward: they
-        wait for its zeros there, and the script's own collectives may follow."""
-        if self.committed:  # MANAGERSLOTS-3
-            return
-        self._has_contributed = True
-        self._manager._driver.contribute()
-
-    def check_gradients(self) -> None:
-        """A forward is about to begin, and then a backward. Raises InvalidOperationError: MANAGERSLOTS-2; or
-        MismatchError: ALIKE-3."""
-        if self._has_contributed:
-            raise InvalidOperationError(
-                f"this rank's gradients of step {self.index} are reduced already, because a loop over slots has ended "
-                "of which this rank had none: train on the slots of one `GlobalBatch` in a step, in one loop, and loop "
-                "over those of an evaluation inside `torch.no_grad()`"
-            )
-        self._manager._driver.comparison.compare_trained()
-
-    def __enter__(self) -> Step:
-        """Raises InvalidOperationError: it was entered before. Its samples would count as those of the next step."""
-        if self.closed:
-            raise InvalidOperationError(
-                f"step {self.index} is over; write one `with step:` in the loop, which yields the next one"
-            )
-        manager = self._manager
-        manager._driver.run(manager._driver.lifecycle.begin())
-        manager._step = self
-        manager._rendezvous.ban(None)
-        self._gangs.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        manager = self._manager
-        if manager._is_forked:
-            return False
-        self._gangs.__exit__(kind, error, traceback)
-        manager._rendezvous.ban(Ban.NO_STEP)
-        self.closed, manager._step = True, None
-        return manager._driver.run(manager._driver.lifecycle.end(error))
 
 
 class QuorumManager:
@@ -189,12 +52,11 @@ class QuorumManager:
         self._driver = MemberDriver(rendezvous, state_server, device)
         self._driver.mover = mover
         self._state = self._driver.lifecycle.state
-        self._step: Step | None = None
+        self._step: Step | None = None  # the last one
         self._stepped = 0  # the generation of the last step
         self._registered = False
         self.slot_keeper: SlotKeeper | None = None
         self._make_checkpoints = make_checkpoints
-        self._pid = os.getpid()
         rendezvous.ban(Ban.NO_STEP)  # BAN-1
 
     # -- for scripts
@@ -418,7 +280,7 @@ class QuorumManager:
         catch it there instead.
         """
         self._driver.lifecycle.report_error()
-        if self._step is not None:
+        if self._step is not None and self._step.is_open:
             self._step.has_failed = True
 
     def report(self, **numbers: float) -> None:
@@ -476,8 +338,8 @@ class QuorumManager:
             while (what := driver.run(lifecycle.pass_boundary(num_steps))) is not Next.LEAVE:
                 if what is not Next.STEP:
                     continue
-                step = Step(self, self.committed_steps, is_first=self._stepped != self.generation)
-                self._stepped = self.generation
+                step = Step(driver, self._rendezvous, self.keeper, is_first=self._stepped != self.generation)
+                self._step, self._stepped = step, self.generation
                 driver.reach_step()
                 yield step
                 if not step.closed:
@@ -485,7 +347,7 @@ class QuorumManager:
                 driver.leave_step()
             returned = True
         finally:
-            if not self._is_forked:
+            if not driver.is_forked:
                 self._leave_loop(num_steps, returned=returned)
 
     def _leave_loop(self, num_steps: int, *, returned: bool) -> None:
@@ -510,14 +372,9 @@ class QuorumManager:
     # -- for the package `train`
 
     @property
-    def _is_forked(self) -> bool:
-        """MANAGERFORK-1: whether this process is a child of the rank, with a copy of its manager."""
-        return os.getpid() != self._pid
-
-    @property
     def step(self) -> Step:
         """The step under way. Raises InvalidOperationError outside `with step:`."""
-        if self._step is None:
+        if self._step is None or not self._step.is_open:
             raise InvalidOperationError("there is no step under way; use this inside `with step:`")
         return self._step
 

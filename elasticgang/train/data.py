@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from elasticgang.integers import required_integer
-from elasticgang.member.manager import Step
+from elasticgang.member.step import Step
 from elasticgang.protocol.member_state import Share
 from elasticgang.protocol.sample_positions import BatchShape
 from elasticgang.train.partition import likely_parts, slots_of

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from elasticgang.errors import OperationalError
 from elasticgang.integers import required_integer
-from elasticgang.member.manager import Step
+from elasticgang.member.step import Step
 from elasticgang.train.data import GlobalBatch, Slot, Slots
 from elasticgang.train.data_worker import (
     DatasetFetcher,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from elasticgang.errors import OperationalError
-from elasticgang.member.manager import Step
+from elasticgang.member.step import Step
 from elasticgang.torch_private import copy_on_write, pinned, sends_descriptors, storage_key
 from elasticgang.train.data import Slot
 from elasticgang.train.data_worker import Fetched, Fetcher, Request, Worker, WorkerLost, WorkerOptions

@@ -23,7 +23,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from elasticgang.member.manager import QuorumManager, Step
+from elasticgang.member.manager import QuorumManager
+from elasticgang.member.step import Step
 from elasticgang.protocol.slot_division import Basis, Part, divide, holding, max_ahead
 from elasticgang.state.dtensor import lay_out_gradient, local_gradient
 from elasticgang.train.slot_gradients import SlotGradients

@@ -43,8 +43,9 @@ from torch.distributed.tensor import DTensor
 from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import Gangs, ReduceOperation
-from elasticgang.member.manager import QuorumManager, Step
+from elasticgang.member.manager import QuorumManager
 from elasticgang.member.seat_state import along_replica_groups
+from elasticgang.member.step import Step
 from elasticgang.protocol.form import Form
 from elasticgang.protocol.shortened import shortened
 from elasticgang.state.dtensor import gradient_dtype, like, local, local_gradient

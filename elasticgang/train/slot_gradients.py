@@ -15,7 +15,8 @@ from torch import Tensor
 
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import Gang
-from elasticgang.member.manager import QuorumManager, Step
+from elasticgang.member.manager import QuorumManager
+from elasticgang.member.step import Step
 from elasticgang.protocol.member_state import Share
 from elasticgang.state.dtensor import gradient_dtype, like, local, local_gradient
 from elasticgang.train.partition import slots_of

@@ -24,7 +24,8 @@ import torch
 from elasticgang.errors import InvalidOperationError, OperationalError, StepAborted
 from elasticgang.gang import Gang
 from elasticgang.integers import required_integer
-from elasticgang.member.manager import QuorumManager, Step
+from elasticgang.member.manager import QuorumManager
+from elasticgang.member.step import Step
 from elasticgang.protocol.member_state import Share
 from elasticgang.train.data import Slot, Slots, mixed, numbers_of, sizes
 from elasticgang.train.data_loader import Closing, LoadedSlots, worker_options

@@ -24,7 +24,7 @@ import torch
 
 import elasticgang as eg
 from elasticgang import testing
-from elasticgang.member.manager import Step
+from elasticgang.member.step import Step
 from tests.chaos.resumed_job import Seen, held
 from tests.chaos.resumed_sharded_job import builder, train
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import elasticgang as eg
-from elasticgang.member.manager import Step
+from elasticgang.member.step import Step
 from elasticgang.state.dtensor import local
 from elasticgang.torch_private import local_block
 from tests.chaos.resumed_job import Seen, held

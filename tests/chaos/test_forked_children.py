@@ -58,7 +58,7 @@ def test_a_child_of_a_script_without_a_job_lets_go_too(tmp_path: Path) -> None:
     assert not [link for link in childs if "elasticgang-page" in link or "elasticgang-lease" in link]
 
 
-# MANAGERFORK-1
+# DRIVER-11
 @pytest.mark.parametrize("place", ["in the step", "in the loop"])
 def test_a_child_that_exits_has_no_part_in_the_step_nor_in_the_loop(place: str, tmp_path: Path) -> None:
     """Its exit code is its own, and the rank goes on."""

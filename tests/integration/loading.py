@@ -18,7 +18,7 @@ import torch
 
 import elasticgang as eg
 from elasticgang.errors import StepAborted
-from elasticgang.member.manager import Step
+from elasticgang.member.step import Step
 from elasticgang.protocol.member_state import Share
 from elasticgang.protocol.sample_positions import BatchShape
 

@@ -29,7 +29,7 @@ from torch.utils.data import get_worker_info
 
 import elasticgang as eg
 from elasticgang.errors import OperationalError, StepAborted
-from elasticgang.member.manager import Step
+from elasticgang.member.step import Step
 from elasticgang.protocol.member_state import Share
 from tests.exhaustive import exhaustive
 from tests.integration.loading import FAULTS, NUM_SAMPLES, SIZE, SLOT, Noted, OneStep, indices, lost_after, step

@@ -792,7 +792,7 @@ def test_an_evaluation_of_which_a_rank_has_no_slots_leaves_its_gradients_alone(w
     assert model.module.bias.item() == before - 1
 
 
-# MANAGERSLOTS-2
+# STEP-2
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_backward_after_a_loop_of_which_a_rank_has_no_slots_is_refused(wrapper: Any) -> None:
     """Its gradient would be in no sum."""
@@ -806,7 +806,7 @@ def test_a_backward_after_a_loop_of_which_a_rank_has_no_slots_is_refused(wrapper
         manager.commit(1.0, lambda total: None)
 
 
-# MANAGERSLOTS-1
+# STEP-1
 def test_slots_of_a_committed_step_are_refused() -> None:
     manager = eg.join()
     batches = eg.GlobalBatch(4, size=2, slot=1)
@@ -855,7 +855,7 @@ def test_the_slots_of_an_evaluation_are_none_whose_gradients_are_kept() -> None:
         assert optim.step(weight=2.0)
 
 
-# MANAGERSLOTS-3
+# STEP-3
 def test_a_loop_over_the_slots_of_a_committed_step_is_as_one_over_its_share() -> None:
     """The rank has left the step by then, where it has no slots too."""
     manager = eg.join()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticgang.errors import StepAborted
-from elasticgang.member.manager import Step
+from elasticgang.member.step import Step
 from elasticgang.protocol.member_state import Share
 from elasticgang.protocol.sample_positions import BatchShape
 from elasticgang.train.data import GlobalBatch, Slot, Slots

@@ -17,7 +17,8 @@ from elasticgang.checkpoint.saver import DurableCheckpoints
 from elasticgang.errors import PeerLostError
 from elasticgang.gang.elastic import Binding, ElasticGang
 from elasticgang.member.local_rendezvous import LocalRendezvous
-from elasticgang.member.manager import QuorumManager, Step
+from elasticgang.member.manager import QuorumManager
+from elasticgang.member.step import Step
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.member_instructions import Instruction
 from elasticgang.protocol.record import Record

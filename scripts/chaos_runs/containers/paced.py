@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import elasticgang as eg
-from elasticgang.member.manager import Step
+from elasticgang.member.step import Step
 from elasticgang.train.data import Slots
 from scripts.demo_job import train
 
