@@ -59,6 +59,23 @@ def set_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
             group[key] = copy_of(value)
 
 
+def tensors_of(optimizer: Any) -> list[dict[str, Tensor]]:
+    """The settings of each group that are tensors. Groups may share one, as that of a learning rate that was given for
+    all of them."""
+    return [
+        {key: value for key, value in settings_of(group).items() if isinstance(value, Tensor)}
+        for group in groups_of(optimizer)
+    ]
+
+
+def keep_tensors(optimizer: Any, former: Sequence[dict[str, Tensor]]) -> None:
+    """Let the groups have the tensors again that they had before the optimizer loaded a state, with the values that it
+    has loaded: what shares a tensor goes on to share it, as on the ranks that have loaded nothing."""
+    for group, own in zip(groups_of(optimizer), former, strict=False):
+        set_settings(own, {key: group[key] for key in own if key in group})
+        group.update(own)
+
+
 def copy_of(value: Any) -> Any:
     """A copy of settings. What is no tensor, list, tuple or dict is taken for a constant."""
     if isinstance(value, Tensor):

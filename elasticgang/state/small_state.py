@@ -6,7 +6,9 @@ step from its loop, when the step begins, and after the forward.
 SMALLSTATE-1  The settings of an optimizer, such as its learning rate, are small state: all that its parameter groups
     have beside the parameters. The script may set them in a step, before `optim.step`, and a learner that heals there
     applies the step with those of its source. They are no part of the large state, because holders of one attempt may
-    differ in them while a step runs.
+    differ in them while a step runs. Groups that share a tensor, as that of a learning rate which was given for all of
+    them, share it in a rank that has healed too: a schedule with a function for each group sets it to what the last of
+    them returns.
 SMALLSTATE-2  Of a DTensor in small state a rank sends its part, and tells that it is one. The healer takes it into a
     DTensor that is placed like its own one in the same place of the state. Where it has none, it refuses the state.
 SMALLSTATE-3  A step that is tried again begins with the same small state: the loop's code before `with step:` has run

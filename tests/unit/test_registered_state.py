@@ -39,6 +39,27 @@ class Mixed(torch.optim.Optimizer):
             }
 
 
+# REGISTERED-6
+def test_groups_that_share_a_tensor_share_it_after_a_heal_too() -> None:
+    """torch gives all groups the learning rate as one tensor, which a schedule with a function for each group sets."""
+
+    def made() -> tuple[RegisteredState, torch.optim.Optimizer]:
+        model = nn.Linear(3, 2)
+        groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "betas": (0.5, 0.5)}]
+        optim = torch.optim.AdamW(groups, lr=torch.tensor(0.1), foreach=False)
+        registered = RegisteredState()
+        registered.register(model=model, optim=optim)
+        return registered, optim
+
+    (registered, optim), (source, others) = made(), made()
+    others.param_groups[0]["lr"].fill_(0.3)
+    rate = optim.param_groups[0]["lr"]
+    registered.load(state_of(source))
+    assert all(group["lr"] is rate for group in optim.param_groups)
+    assert rate.item() == pytest.approx(0.3)
+    assert [group["betas"] for group in optim.param_groups] == [(0.9, 0.999), (0.5, 0.5)]
+
+
 class Copied:
     """An optimizer whose state dict is a copy, so that its state can be changed by loading alone."""
 
