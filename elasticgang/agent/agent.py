@@ -362,6 +362,8 @@ class Agent:
                 self._control_plane.broadcast_over(generation, cause)
                 if cause.timed_out:
                     self._rank_events.late.timed_out()
+                elif cause.is_effect:
+                    self._rank_events.late.failed()
                 self._rendezvous.end(generation)
             case AnnounceJoin(members, generation):
                 self._changes.reporter.caused(*WAITS_TO_JOIN, time.monotonic())

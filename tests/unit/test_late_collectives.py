@@ -173,6 +173,20 @@ def test_nothing_is_told_of_other_ends() -> None:
     ]
 
 
+# LATE-2
+def test_collectives_that_fail_again_and_again_are_told_without_an_event() -> None:
+    told = Told()
+    late = LateCollectives(told, cast(Output, told))
+    for generation, step in enumerate((5, 5, 5, 5, 6, 7), 2):
+        late.failed()
+        late.stopped(0, step, "in all_reduce of 3 float32, at a.py:7")
+        late.agreed(generation, step)
+    assert [line.partition(": rank")[0] for line in told.lines] == [
+        f"elasticgang: a collective has failed in step 5, {num} times in a row" for num in (2, 4)
+    ]
+    assert not told.events
+
+
 def test_a_rank_that_has_not_connected_is_in_the_first_step_of_its_generation() -> None:
     told = Told()
     late = LateCollectives(told, cast(Output, told))
