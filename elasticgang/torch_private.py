@@ -322,6 +322,41 @@ def holds_gradients(module: Any) -> bool:
     return False
 
 
+def watch_exchanges(module: Any, name: str, seen: Callable[[str], None]) -> None:
+    """Call `seen`, with words, when a `fully_shard` module of this name has gathered its parameters for a forward, and
+    when it has reduced gradients."""
+
+    def watch(group: Any) -> None:
+        pre_forward, post_backward = group.pre_forward, group.post_backward
+
+        def watched_pre_forward(*args: Any) -> Any:
+            found = pre_forward(*args)
+            seen(f"forward of {name}")
+            return found
+
+        def watched_post_backward(*args: Any) -> None:
+            params = [each for each in group.fsdp_params if getattr(each, "_unsharded_param", None) is not None]
+            adds_zeros = getattr(group, "reduce_scatter_unused_params", False)  # torch 2.13 has it
+            left_out = [
+                str(each._param_fqn)
+                for each in params
+                if each.unsharded_accumulated_grad is None
+                and each.unsharded_param.grad is None
+                and not (adds_zeros and each.unsharded_param.requires_grad)
+            ]
+            post_backward(*args)
+            if len(left_out) < len(params) and group.reduce_grads:
+                seen(f"gradients of {name}" + (f" without {', '.join(left_out)}" if left_out else ""))
+
+        watched: Sequence[Any] = (watched_pre_forward, watched_post_backward)
+        group.pre_forward, group.post_backward = watched
+        for each in watched:
+            run_untraced(each)
+
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        watch(group)
+
+
 def init_dtypes_within(module: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
     """Let a `fully_shard` module find out within `context` in which dtype it reduces gradients. It does so in its first
     forward, from the parameters that require gradients then. If none does, it would later reduce gradients in the dtype

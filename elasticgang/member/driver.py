@@ -75,7 +75,7 @@ class MemberDriver:
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
         self._device, self._pid = device, os.getpid()
         self.comparison = FormComparison(self.lifecycle.state, state_server, self.reducers, self._page, self._is_over)
-        self._agreement = StepAgreement(self.lifecycle.state)
+        self._agreement = StepAgreement(self.lifecycle.state, self.reducers)
         self._apply: Callable[..., None] | None = None
         self._prepare: Callable[..., None] | None = None
         self._measure: Callable[[], Sequence[float]] | None = None

@@ -278,6 +278,10 @@ class Reducer(Protocol):
         """Whether this rank has a gradient of each parameter, after `contribute`; or the reductions tell which no rank
         has."""
 
+    @property
+    def exchanged(self) -> Sequence[str]:
+        """What the ranks of this one's sdp gang have exchanged for it in this step, in order and in words."""
+
     def finish(self) -> None:
         """Wait for the reduction. Raises no GangError: the vote finds a poisoned gang."""
 

@@ -168,8 +168,16 @@ class QuorumManager:
             return []
         if not all(isinstance(reducer, torch.nn.Module) for reducer in reducers):
             return []
-        known = {id(each) for reducer in reducers for each in reducer.reduced}
+        known = self._reduced()
         return [number for number, each in enumerate(parameters) if id(each) not in known]
+
+    def reduced_before(self, parameters: Sequence[Tensor]) -> list[int]:
+        """The numbers of those of `parameters` whose gradients a wrapped module reduces already."""
+        known = self._reduced()
+        return [number for number, each in enumerate(parameters) if id(each) in known]
+
+    def _reduced(self) -> set[int]:
+        return {id(each) for reducer in self._driver.reducers for each in reducer.reduced}
 
     def stages_of(self, parameter: Tensor) -> Sequence[int]:
         """The stages that have `parameter`, in ascending order, if a `PipelineParallel` has it as a tied one; ()

@@ -8,27 +8,34 @@ AGREEMENT-2  A number that stands for the learning rates, unless stages of a pip
 AGREEMENT-3  Along `tp` and `pp` all ranks count the same samples, and the sum of the weights is divided by their
     number. So what the first one of each such group counts is summed too: a weight that the last stage alone gives
     would make all gradients larger by a factor. A rank that has reported an error may give any weight.
+AGREEMENT-4  Likewise, a number that stands for what the ranks of an sdp gang have exchanged in the step, module by
+    module. If they run different modules of the same size, or in another order, each gets a mixture of their
+    parameters and gradients, without an error. So all ranks raise one, before any prepares.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from elasticgang.errors import InvalidOperationError
+from elasticgang.member.interfaces import Reducer
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.sample_positions import BatchShape
+from elasticgang.protocol.shortened import shortened
 
-NUM_NUMBERS = 6
+NUM_NUMBERS = 8
+_MAX_EXCHANGES = 40  # in a message
 _WEIGHTS_TOLERANCE = 1e-6  # relative: a script may sum weights of its own in float32
 _RATES_TOLERANCE = 1e-6  # relative: hosts may round the functions of a schedule differently
 
 
 class StepAgreement:
-    """One rank's part. `state`: of the rank. A pair of numbers is a value and 1, or zeros if this rank has no part."""
+    """One rank's part. `state`: of the rank. `reducers`: all of them; others may be added."""
 
-    def __init__(self, state: MemberState) -> None:
-        self._state = state
+    def __init__(self, state: MemberState, reducers: Sequence[Reducer]) -> None:
+        self._state, self._reducers = state, reducers
         self._weight = 0.0
         self._taken: list[tuple[BatchShape, int]] = []
         self._rates: float | None = None
@@ -47,7 +54,7 @@ class StepAgreement:
     def numbers(self) -> tuple[float, ...]:
         """What this rank adds to the sums: as many as `NUM_NUMBERS`."""
         self._sent_batches, self._sent_rates = self._number_of_batches(), self._number_of_rates()
-        return (*self._sent_batches, *self._sent_rates, *self._weights())
+        return (*self._sent_batches, *self._sent_rates, *self._weights(), *self._exchanges())
 
     def check(self, sums: Sequence[float], *, has_error: bool) -> None:
         """`sums`: over all ranks, of `numbers`. `has_error`: a rank has reported one.
@@ -55,14 +62,14 @@ class StepAgreement:
         Raises:
             InvalidOperationError: the ranks differ. All that have a part of it raise this, and none has voted.
         """
-        of_batches, num_batches, of_rates, num_rates, of_all, of_first = sums
-        self._check_batches(of_batches, num_batches)
-        self._check_rates(of_rates, num_rates)
+        self._check_batches(*sums[:2])
+        self._check_rates(*sums[2:4])
         if not has_error:
-            self._check_weights(of_all, of_first)
+            self._check_weights(*sums[4:6])
+            self._check_exchanges(*sums[6:])
 
     def _number_of_batches(self) -> tuple[float, float]:
-        """AGREEMENT-1."""
+        """AGREEMENT-1: it, and 1; zeros if this rank has no samples."""
         if not (self._taken and self._state.is_active):
             return 0.0, 0.0
         return float(zlib.crc32(repr(self._taken).encode())), 1.0
@@ -82,7 +89,7 @@ class StepAgreement:
             )
 
     def _number_of_rates(self) -> tuple[float, float]:
-        """AGREEMENT-2."""
+        """AGREEMENT-2: it, and 1; zeros if they may differ."""
         state = self._state
         is_counted = state.is_active and state.record is not None and state.record.layout.pp == 1
         return (self._rates, 1.0) if is_counted and self._rates is not None else (0.0, 0.0)
@@ -112,4 +119,28 @@ class StepAgreement:
                 f"the weights of step {self._state.committed.step} differ between ranks that count the same samples: "
                 "along `tp` and `pp`, let every rank give `optim.step` the same `weight`, also a stage that knows no "
                 "loss"
+            )
+
+    def _exchanges(self) -> tuple[float, float]:
+        """AGREEMENT-4: what stands for this rank's exchanges, and that of all ranks of its sdp gang if it is the first;
+        zeros as of `_weights`."""
+        state = self._state
+        if (record := state.record) is None or (num := record.layout.sdp) == 1 or not state.share():
+            return 0.0, 0.0
+        own = float(zlib.crc32("\0".join(self._exchanged()).encode()))
+        return own, 0.0 if record.model_coordinates(state.member)[1] else own * num
+
+    def _exchanged(self) -> list[str]:
+        return [what for reducer in self._reducers for what in reducer.exchanged]
+
+    def _check_exchanges(self, of_all: float, of_first: float) -> None:
+        """AGREEMENT-4."""
+        if of_all != of_first:
+            counted = [
+                what + (f" ({num} times)" if num > 1 else "") for what, num in Counter(self._exchanged()).items()
+            ]
+            raise InvalidOperationError(
+                f"ranks along `sdp` have run different modules of `fully_shard` in step {self._state.committed.step}, "
+                "or in another order, and so have mixed their parameters or gradients: let all of them run the same "
+                f"ones in each slot. This rank has run: {shortened(counted, _MAX_EXCHANGES) or 'none'}"
             )

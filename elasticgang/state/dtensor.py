@@ -35,10 +35,17 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
     return local(gradient)
 
 
+def is_laid_out(gradient: Tensor, parameter: Tensor) -> bool:
+    """Whether the gradient has the placements of the parameter, if both are DTensors."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        return gradient.placements == parameter.placements
+    return True
+
+
 def lay_out_gradient(parameter: Tensor) -> None:
     """Lay out the gradient of a DTensor as the parameter is, so that `local_gradient` needs no collectives."""
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and not is_laid_out(gradient, parameter):
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 

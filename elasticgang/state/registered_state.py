@@ -17,7 +17,13 @@ from elasticgang.state.dtensor import local, locally
 from elasticgang.state.heal_targets import HealTargets
 from elasticgang.state.loaded import Loaded
 from elasticgang.state.memory_reserve import MemoryReserve
-from elasticgang.state.optimizer_settings import keep_tensors, parameters_of, tensors_of, with_settings, without_settings
+from elasticgang.state.optimizer_settings import (
+    keep_tensors,
+    parameters_of,
+    tensors_of,
+    with_settings,
+    without_settings,
+)
 from elasticgang.state.optimizer_state import keep_dtypes, placed
 from elasticgang.state.registered_objects import RegisteredObjects, is_same_memory
 from elasticgang.state.small_state import SmallState

@@ -158,7 +158,8 @@ class DistributedDataParallel(nn.Module):
 
         Raises:
             ValueError: `over` is neither "dp" nor "rdp", `reduction` is unknown, a parameter is a DTensor, which
-                torch's reducer does not accept, or an embedding has sparse gradients, which no gang can sum.
+                torch's reducer does not accept, or requires gradients and is in another wrapper too, or an embedding
+                has sparse gradients, which no gang can sum.
         """
         super().__init__()
         if over not in ("dp", "rdp"):
@@ -170,9 +171,6 @@ class DistributedDataParallel(nn.Module):
                     f"the parameters of `module` must be plain tensors, but {name} is a DTensor; use "
                     "`ShardedDataParallel`."
                 )
-        for name, each in module.named_modules():
-            if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse and each.weight.requires_grad:
-                raise ValueError(f"the gradients of `module` must be dense, but {name or 'it'} has `sparse=True`.")
         self._over = over
         self._options = (
             f"over={over!r}, reduction={reduction!r}, keep={keep}, find_unused_parameters={find_unused_parameters}"
@@ -180,6 +178,11 @@ class DistributedDataParallel(nn.Module):
         self.is_reproducible = reduction == "reproducible"
         self.module = module
         self._trainable = Trainable(module)
+        for number in manager.reduced_before(self._trainable.parameters):  # else torch raises in backward
+            raise ValueError(
+                f"the parameters of `module` must be in one wrapper, but {self._trainable.names[number]} is in another "
+                "one too: wrap one module that has all that share a parameter, such as a `torch.nn.ModuleDict`."
+            )
         self._manager = manager
         self._bucket_cap_mb = bucket_cap_mb
         self._finds_unused = find_unused_parameters
@@ -373,6 +376,11 @@ class DistributedDataParallel(nn.Module):
     @property
     def has_all(self) -> bool:
         return self._of_slots is not None or all(part is not None for each in self._reduced for part in each.own)
+
+    @property
+    def exchanged(self) -> Sequence[str]:
+        """(): it exchanges nothing within a replica group."""
+        return ()
 
     def finish(self) -> None:
         for work in self._pending:

@@ -107,7 +107,7 @@ class PipelineParallel(ShardedDataParallel):
             self._manager.step.check_gradients()
             with _batched(self._manager.gangs.pp.as_process_group()) as start_messages:
                 self._run_schedule(slots, inputs, targets, found, start_messages)
-            self._take_sample()
+            self._note_final()
         self._manager.step.check()
         if not len(slots):
             self._manager.step.contribute()

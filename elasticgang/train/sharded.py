@@ -15,10 +15,12 @@ SHARDED-6  With each step, also a committed one, `fully_shard` forgets a forward
     gang, of which one may be new, would prefetch different modules, and the next forward would use parameters from
     before the update, or before the heal. The gradients of a committed step stay for its optimizer.
 SHARDED-7  With `reduction="reproducible"` or `keep`, `fully_shard` reduces the gradients of each slot by themselves.
-    Otherwise it would add those of several slots in an order of its own, or a slot would count as kept without them.
+    Otherwise it would add those of several slots in an order of its own, or a slot would count as kept without them. In
+    each case it has reduced all of them when the vote begins.
 SHARDED-8  Nothing changes a gradient between the last backward and the vote: each replica group would clip its own sum
     by its own norm. Some elements of two gradients are compared, because the versions of DTensors do not count the
-    changes of torch's foreach functions. `finish` waits for the device anyway.
+    changes of torch's foreach functions. `finish` waits for the device anyway. Nor does anything replace a gradient or
+    drop it there.
 SHARDED-9  No parameter lies along the replica groups, as on a mesh of `rdp` and `sdp` (HSDP): the module would add its
     gradients over them, and this class would add the sums once more.
 SHARDED-10  Where `fully_shard` shards parameters over `sdp`, a warning names trainable ones that it leaves out, such as
@@ -26,6 +28,7 @@ SHARDED-10  Where `fully_shard` shards parameters over `sdp`, a warning names tr
     ranks would train each its own. An error would refuse a module that adds them by itself.
 SHARDED-11  `fully_shard` reduces the gradients of all parameters that required one at construction in the same dtype,
     whatever is frozen in the first forward: in that of a rank that restarts, it may be a whole module.
+SHARDED-12  What `fully_shard` exchanges in a step, in which order, is counted for the vote (AGREEMENT-4).
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ from elasticgang.member.seat_state import along_replica_groups
 from elasticgang.member.step import Step
 from elasticgang.protocol.form import Form
 from elasticgang.protocol.shortened import shortened
-from elasticgang.state.dtensor import gradient_dtype, like, local, local_gradient
-from elasticgang.torch_private import forget_iteration, holds_gradients, init_dtypes_within
+from elasticgang.state.dtensor import gradient_dtype, is_laid_out, like, local, local_gradient
+from elasticgang.torch_private import forget_iteration, holds_gradients, init_dtypes_within, watch_exchanges
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
 from elasticgang.train.slot_sum import counts_of
@@ -82,7 +85,7 @@ class ShardedDataParallel(nn.Module):
             ValueError: `reduction` is unknown. Or a parameter lies on a mesh along `rdp`, `dp` or `root`, as by a
                 `fully_shard` without `mesh`: shard over `sdp`. Or `reduction` is "reproducible", and an `sdp` of the
                 job's layouts is no power of two; or `sdp` is greater than 1, and `fully_shard` does not shard a
-                trainable parameter over it.
+                trainable parameter over it. Or an embedding has sparse gradients, which no gang can sum.
         """
         super().__init__()
         check_reduction(reduction)
@@ -113,7 +116,8 @@ class ShardedDataParallel(nn.Module):
         self._sums: list[tuple[Tensor, list[nn.Parameter], Work]] = []
         self._buckets: dict[torch.dtype, Tensor] = {}  # DDP-5
         self._has_contributed = False
-        self._sample: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # SHARDED-8: gradients, and some of their bytes
+        self._final: list[tuple[nn.Parameter, Tensor]] = []  # the gradients after the last backward (SHARDED-8)
+        self._sample: list[tuple[Tensor, Tensor]] = []  # of these, and some of their bytes
         self._changed: list[Tensor] = []  # whether they have changed since
         groups = list(self._by_dtype.values())
         self._of_slots = slot_gradients(manager, "rdp", module, groups, reduction, keep=keep)
@@ -121,6 +125,11 @@ class ShardedDataParallel(nn.Module):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             init_dtypes_within(part, self._trainable.required)  # SHARDED-11
+        self._exchanges: tuple[Step | None, list[str]] = None, []  # SHARDED-12, of this step
+        if manager.layout.sdp > 1:
+            for name, part in module.named_modules():
+                if any(map(_is_over_sdp, part.parameters())) and isinstance(part, FSDPModule):
+                    watch_exchanges(part, name or "the whole module", self._has_exchanged)
         manager.add_reducer(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,32 +158,46 @@ class ShardedDataParallel(nn.Module):
         self._trainable.check(dtypes=False)
         if self._of_slots is not None:
             self._of_slots.enter_slot()
-        self._sample = []
+        self._final, self._sample = [], []
         if self._slot is None or self._slot[0] is not step or self._slot[1] != step.slot:
             self._slot = step, step.slot
             for scatter in self._scatters:
                 scatter.begin_slot()
         yield
-        self._check_reduced()
-        if last:
-            self._take_sample()
+        if self._of_slots is not None:
+            self._check_reduced()
+        if last and self._manager.step.share is not None:  # DRIVER-10
+            self._note_final()
 
-    def _take_sample(self) -> None:
+    def _note_final(self) -> None:
         """SHARDED-8. The last backward has ended."""
         self._sample = []
-        for parameters in (self._trainable.parameters, reversed(self._trainable.parameters)):
-            for each in parameters:
-                if each.grad is not None and (found := some_bytes(each.grad)).numel():
-                    self._sample.append((each, each.grad, found.clone()))
+        self._final = [(each, grad) for each in self._trainable.parameters if (grad := each.grad) is not None]
+        for gradients in (self._final, reversed(self._final)):
+            for _, grad in gradients:
+                if (found := some_bytes(grad)).numel():
+                    self._sample.append((grad, found.clone()))
                     break
+
+    def _check_final(self) -> None:
+        """SHARDED-8. Raises InvalidOperationError: a gradient was dropped or replaced. One that is laid out anew is the
+        same (SHARDED-3)."""
+        if any(each.grad is not grad and is_laid_out(grad, each) for each, grad in self._final):
+            raise _changed()
 
     def _check_reduced(self) -> None:
         """SHARDED-7. Raises InvalidOperationError."""
-        if self._of_slots is not None and any(map(holds_gradients, self._fsdp_modules())):
+        if not any(map(holds_gradients, self._fsdp_modules())):
+            return
+        if self._of_slots is None:
             raise InvalidOperationError(
-                'with `reduction="reproducible"` or `keep=True`, `fully_shard` must reduce the gradients of each slot, '
-                "but has not reduced those of the last one: leave out `set_requires_gradient_sync(False)`."
+                "`fully_shard` has not reduced the gradients of this rank's slots: call "
+                "`set_requires_gradient_sync(True)` before the forward of the last one."
             )
+        raise InvalidOperationError(
+            'with `reduction="reproducible"` or `keep=True`, `fully_shard` must reduce the gradients of each slot, '
+            "but has not reduced those of the last one: leave out `set_requires_gradient_sync(False)`."
+        )
 
     @property
     def form(self) -> Form:
@@ -199,10 +222,10 @@ class ShardedDataParallel(nn.Module):
             return
         self._trainable.check(dtypes=self._of_slots is not None)
         self._check_reduced()
+        self._check_final()
         self._has_contributed = True
-        same = [each for each in self._sample if each[0].grad is each[1]]  # not one that is laid out anew (SHARDED-3)
-        self._changed = [(some_bytes(grad) != bytes_then).any() for _, grad, bytes_then in same]
-        self._sample = []
+        self._changed = [_differ(some_bytes(grad), bytes_then) for grad, bytes_then in self._sample]
+        self._final, self._sample = [], []
         for index, (dtype, parameters) in enumerate(self._by_dtype.items()):
             if self._of_slots is not None:
                 self._of_slots.reduce(index, [local_gradient(each) for each in parameters])  # SHARDED-3
@@ -230,6 +253,17 @@ class ShardedDataParallel(nn.Module):
     def has_all(self) -> bool:
         return True  # SHARDED-4
 
+    @property
+    def exchanged(self) -> Sequence[str]:
+        step, exchanged = self._exchanges
+        return exchanged if step is self._manager.step else ()
+
+    def _has_exchanged(self, what: str) -> None:
+        """SHARDED-12"""
+        if self._exchanges[0] is not (step := self._manager.step):
+            self._exchanges = step, []
+        self._exchanges[1].append(what)
+
     def stages_of(self, parameter: Tensor) -> Sequence[int]:
         """(): no other stage has it."""
         return ()
@@ -250,11 +284,7 @@ class ShardedDataParallel(nn.Module):
         self._forget_iteration()
         changed, self._changed = self._changed, []
         if any(map(bool, changed)):
-            raise InvalidOperationError(
-                "the gradients were changed between the last backward and `optim.step`, which has yet to sum them over "
-                "the replica groups: to clip them, give `optim.step` a `max_norm`; to add those of stages that share a "
-                "parameter, give `PipelineParallel` its name in `tied`."
-            )
+            raise _changed()
 
     def _forget_iteration(self) -> None:
         """SHARDED-5, SHARDED-6."""
@@ -266,7 +296,7 @@ class ShardedDataParallel(nn.Module):
             work.wait()
         if self._of_slots is not None:
             self._of_slots.drop()
-        self._sums, self._has_contributed, self._sample, self._changed = [], False, [], []
+        self._sums, self._has_contributed, self._final, self._sample, self._changed = [], False, [], [], []
         for parameter in self._parameters_in_order:
             parameter.grad = None
         self._forget_iteration()
@@ -274,7 +304,7 @@ class ShardedDataParallel(nn.Module):
     def close(self) -> None:
         if self._of_slots is not None:
             self._of_slots.close()
-        self._sums, self._parameters_in_order, self._slot, self._sample = [], [], None, []
+        self._sums, self._parameters_in_order, self._slot, self._final, self._sample = [], [], None, [], []
         self._buckets.clear()
 
     def _fsdp_modules(self) -> list[FSDPModule]:
@@ -295,9 +325,26 @@ def some_bytes(tensor: Tensor) -> Tensor:
     return part.reshape(-1)[:_NUM_SAMPLED].resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
+def _differ(now: Tensor, then: Tensor) -> Tensor:
+    return (now != then).any() if now.shape == then.shape else torch.ones((), dtype=torch.bool)  # of another dtype
+
+
+def _changed() -> InvalidOperationError:
+    return InvalidOperationError(
+        "the gradients were changed between the last backward and `optim.step`, which has yet to sum them over the "
+        "replica groups: to clip them, give `optim.step` a `max_norm`; to leave out a loss, leave out its backward and "
+        "its `weight`; to add those of stages that share a parameter, give `PipelineParallel` its name in `tied`."
+    )
+
+
 def _part(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     """This rank's part (SHARDED-3)."""
     return torch.zeros_like(local(parameter)) if gradient is None else gradient
+
+
+def _is_over_sdp(parameter: Tensor) -> bool:
+    """Not over a gang of the script's own, along which ranks may run different modules, as experts are."""
+    return isinstance(parameter, DTensor) and "sdp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _check_meshes(module: nn.Module, gangs: Gangs) -> None:

@@ -19,6 +19,10 @@ class Trainable:
     """Those of `module`, from now on."""
 
     def __init__(self, module: nn.Module) -> None:
+        """Raises ValueError: an embedding has sparse gradients, which no gang can sum."""
+        for name, each in module.named_modules():
+            if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse and each.weight.requires_grad:
+                raise ValueError(f"the gradients of `module` must be dense, but {name or 'it'} has `sparse=True`.")
         found = dict(module.named_parameters())
         self._others = {name: each for name, each in found.items() if not each.requires_grad}
         self.names = [name for name in found if name not in self._others]

@@ -86,6 +86,44 @@ print("learned:", num_learned, "weight:", module.weight.item())
 """
 
 
+APART = """
+import torch
+from torch.distributed.fsdp import fully_shard
+import elasticgang as eg
+
+manager = eg.join()
+
+
+class Branching(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x, which):
+        return self.branches[which](x)
+
+
+def build(seat):
+    module, mesh = Branching(), manager.gangs.device_mesh("sdp")
+    for part in (*module.branches, module):
+        fully_shard(part, mesh=mesh)
+    model = eg.ShardedDataParallel(manager, module)
+    return {"model": model, "optim": eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))}
+
+
+state = manager.build(build)
+batches = eg.GlobalBatch(8, size=8, slot=2)
+for step in manager.steps(3):
+    with step:
+        slots = batches.slots(step)
+        for slot in slots:
+            with state.model.accumulate(last=slot.last):
+                which = (slot.number // 2 + manager.gangs.sdp.rank * (step.index == 2)) % 2
+                state.model(torch.ones(2, 2), which).sum().backward()
+        state.optim.step(weight=slots.num_samples)
+"""
+
+
 def run(tmp_path: Path, layout: str, ranks: int, form: str, text: str = JOB) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "job.py"
     script.write_text(text)
@@ -115,6 +153,16 @@ def test_an_active_rank_whose_group_has_a_learner_may_give_any_weight(tmp_path: 
     done = run(tmp_path, "tp=2,min_replicas=2", 4, str(tmp_path / "died"), DIES)
     assert done.returncode == 0, done.stderr
     assert "was killed by SIGKILL" in done.stderr
+
+
+# AGREEMENT-4, SHARDED-12
+def test_ranks_along_sdp_that_run_different_modules_of_one_size_are_refused(tmp_path: Path) -> None:
+    """Both run both in the step, in another order. Otherwise each would get halves of both, without an error."""
+    done = run(tmp_path, "sdp=2", 2, "", APART)
+    assert done.returncode == 1
+    assert "ranks along `sdp` have run different modules of `fully_shard` in step 2" in done.stderr
+    order = [f"{what} of branches.{first}" for first in (0, 1) for what in ("forward", "gradients")]
+    assert f"This rank has run: {', '.join(order)}" in done.stderr
 
 
 # DRIVER-10

@@ -520,13 +520,9 @@ def test_a_module_is_converted_before_it_is_wrapped(options: dict[str, Any], has
                     model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
         step.contribute()
 
-    with next(manager.steps(1)) as step:
-        with pytest.raises(eg.InvalidOperationError, match="weight is bfloat16 now, but was float32 when"):
-            train(step)
-        module.float()
-        for each in module.parameters():
-            each.grad = None
-        manager.commit(1.0, lambda total: None)
+    told = "weight is bfloat16 now, but was float32 when"
+    with pytest.raises(eg.InvalidOperationError, match=told), next(manager.steps(1)) as step:
+        train(step)
 
 
 def test_a_sharded_module_may_be_converted_after_it_is_wrapped() -> None:
@@ -1034,13 +1030,29 @@ def test_a_copy_is_one_of_the_module_without_the_wrapper() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_with_sparse_gradients_is_refused_unless_it_is_frozen(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("wrap", [eg.DistributedDataParallel, eg.ShardedDataParallel])
+def test_an_embedding_with_sparse_gradients_is_refused_unless_it_is_frozen(
+    wrap: Callable[..., nn.Module], kind: Callable[..., nn.Module]
+) -> None:
     manager = eg.join()
     model = nn.Sequential(kind(5, 3, sparse=True), nn.Linear(3, 1))
     with pytest.raises(ValueError, match=r"gradients of `module` must be dense, but 0 has `sparse=True`"):
-        eg.DistributedDataParallel(manager, model)
+        wrap(manager, model)
     model[0].requires_grad_(False)
-    eg.DistributedDataParallel(manager, model)
+    wrap(manager, model)
+
+
+def test_a_parameter_in_two_wrappers_is_refused_unless_it_is_frozen() -> None:
+    """torch's reducer would raise in the first backward, and ask for an issue."""
+    manager = eg.join()
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    eg.DistributedDataParallel(manager, nn.Sequential(layers[0], layers[1]))
+    layers[1].weight.requires_grad_(False)
+    eg.DistributedDataParallel(manager, nn.Sequential(layers[2]))
+    with pytest.raises(ValueError, match=r"must be in one wrapper, but 0\.bias is in another one too"):
+        eg.DistributedDataParallel(manager, nn.Sequential(layers[1]))
+    layers[1].requires_grad_(False)
+    eg.DistributedDataParallel(manager, nn.Sequential(layers[1], nn.Linear(2, 2)))
 
 
 # DDP-7
@@ -1090,13 +1102,41 @@ def test_a_change_of_a_sharded_modules_gradients_before_the_vote_is_refused(
                     with model.accumulate(last=slot.last):
                         (model(torch.ones(2, 2)) * factor).sum().backward()
                 if step.index == 2:
-                    for parameter in model.parameters():
-                        parameter.grad = None  # nor is this: a gradient that is left out
-                if step.index == 3:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=foreach)
                 assert optim.step(weight=4.0)
 
     told = "gradients were changed between the last backward and `optim.step`, which has yet to sum them"
     with pytest.raises(eg.InvalidOperationError, match=told):
         train()
-    assert manager.committed_steps == 3
+    assert manager.committed_steps == 2
+
+
+# SHARDED-8
+@pytest.mark.parametrize("options", [{}, {"reduction": "reproducible"}, {"keep": True}], ids=str)
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_a_gradient_of_a_sharded_module_that_is_dropped_or_replaced_is_refused(
+    options: dict[str, Any], factor: float | None
+) -> None:
+    """One of the last layer's: the elements of others are compared. A gradient that was None may stay so."""
+    manager = eg.join()
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(1, 1))
+    model = eg.ShardedDataParallel(manager, module, **options)
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.register_state(model=model, optim=optim)
+    batches = eg.GlobalBatch(4, size=4, slot=2)
+    weight = module[1].get_parameter("weight")
+
+    def train() -> None:
+        for step in manager.steps(3):
+            with step:
+                for slot in batches.slots(step):
+                    with model.accumulate(last=slot.last):
+                        module[1](module[0](torch.ones(2, 2))).sum().backward()
+                module[2].weight.grad = None
+                if step.index == 1:
+                    weight.grad = None if factor is None else grad_of(weight) * factor
+                assert optim.step(weight=4.0)
+
+    with pytest.raises(eg.InvalidOperationError, match="gradients were changed between the last backward and `optim"):
+        train()
+    assert manager.committed_steps == 1

@@ -39,7 +39,7 @@ class Mixed(torch.optim.Optimizer):
             }
 
 
-# REGISTERED-6
+# SMALLSTATE-1
 def test_groups_that_share_a_tensor_share_it_after_a_heal_too() -> None:
     """torch gives all groups the learning rate as one tensor, which a schedule with a function for each group sets."""
 
