@@ -19,6 +19,7 @@ from elasticgang.agent.rank_processes import RankProcess
 from elasticgang.errors import WireError
 from elasticgang.observe.event_names import DATA_WORKER_LOSSES
 from elasticgang.process.lease import Lease
+from elasticgang.process.memory_group import MemoryGroups
 from elasticgang.protocol.agent_events import (
     AgentInstruction,
     Committed,
@@ -58,6 +59,7 @@ class RankEvents:
         self._lifecycle, self._handle, self._changes = lifecycle, handle, changes
         self._events, self._output, self._stopping = events, output, stopping
         self._take_errors, self._lease = take_errors, lease
+        self._memory = MemoryGroups()
         self._shown: dict[str, int] = {}  # FAILURES-1: by traceback, the first rank that failed with it
         self._difference = 0, 0  # the generation and the step of the last one of states that is in the events
         self.late = LateCollectives(events, output)
@@ -211,6 +213,8 @@ class RankEvents:
             if not (is_shown or tells_exit(instructions, rank.local_rank, status)):
                 self._output.write_line(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
 
+        is_unexplained = status == -signal.SIGKILL and not (rank.is_told or self._stopping.is_set())
+        num_killed = self._memory.take_killed() if is_unexplained else 0
         self._handle(
             Exited(
                 rank.member,
@@ -228,6 +232,9 @@ class RankEvents:
             ),
             show,
         )
+        if num_killed > 0:  # GROUP-2
+            text = f"for want of memory the kernel has killed {num_killed} process{'es' * (num_killed > 1)} here"
+            self._output.write_line(f"elasticgang: {text} (oom_kill), rank {rank.local_rank} maybe")
 
     def _device_fault(self, rank: RankProcess) -> str | None:
         """How the rank's device has failed, with what the driver knows about it; None: it has not."""

@@ -33,12 +33,15 @@ class LocalStorage:
     def path(self) -> str:
         return str(self._directory)
 
-    def prepare(self) -> None:
+    def prepare(self, *, makes: bool = True) -> None:
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            if makes:
+                self._directory.mkdir(parents=True, exist_ok=True)
+            os.stat(self._directory)
             is_writable = os.access(self._directory, os.W_OK | os.X_OK)
         except OSError as exc:
-            raise OperationalError(f"cannot make the checkpoint directory {self.path}: {exc.strerror}") from exc
+            what = "make" if makes else "use"
+            raise OperationalError(f"cannot {what} the checkpoint directory {self.path}: {exc.strerror}") from exc
         if not is_writable:
             raise OperationalError(f"cannot write to the checkpoint directory {self.path}")
 

@@ -59,10 +59,10 @@ class ObjectStorage:
         self._is_file_system = not _FILE_SYSTEMS.isdisjoint(protocols)
         self.path = _shown(url)
 
-    def prepare(self) -> None:
+    def prepare(self, *, makes: bool = True) -> None:
         try:
             with _errors_of(self.path):
-                if self._is_file_system:
+                if self._is_file_system and makes:
                     self._fs.makedirs(self._root, exist_ok=True)
                 self._look()
         except OSError as exc:

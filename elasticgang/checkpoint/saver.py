@@ -16,11 +16,17 @@ SAVER-8  A rank that starts where ranks of its host have trained goes on where n
     and read, with a warning: it heals, and its saves may succeed later. As an error of the script, which comes again at
     once, it would be given up for good (RESTART-3) for what the others survive (SAVER-2, SAVER-5). It looks for
     `LIST_S` before it says that there are none: if nobody is left from whom it could heal, that ends the job.
+    It makes no directory: that of the job was there, and where its file system is not mounted any more, nobody would
+    look for what is saved in its place.
 SAVER-9  No rank begins a save while the last vote of its generation has counted one under way, except the final one: a
     rank whose former save has ended would write a share to which no manifest comes. While the committing writer hangs,
     as on a mount whose server is away, nobody would delete these.
 SAVER-10  A rank that does not write the manifest of the final state, and cannot list the checkpoints for `LIST_S`,
-    leaves it to the others whether the save is complete. Else all would wait for it for `FINISH_TIMEOUT_S`.
+    leaves it to the others whether the save is complete. Else all would wait for it for `FINISH_TIMEOUT_S`. The rank
+    that writes it knows from its writer.
+SAVER-11  A rank that waits for a storage that does not answer (TIMELY-1) goes on after `LIST_S`, as if it could not be
+    read, unless it may need a checkpoint: a rank without state in a job that has not trained waits, and says so.
+SAVER-12  A save at the end of the loop that takes longer than `SLOW_S` has a line: the job waits for it.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.capture import Captured, capture
@@ -44,6 +50,8 @@ from elasticgang.checkpoint.saved_objects import ModelMismatch
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.checkpoint.shard import part_name
 from elasticgang.checkpoint.storage import Storage
+from elasticgang.checkpoint.timely import TimelyCalls
+from elasticgang.checkpoint.unsaved import UnsavedSteps
 from elasticgang.checkpoint.writer import Outcome
 from elasticgang.checkpoint.writer_process import WriterProcess
 from elasticgang.errors import CheckpointError, OperationalError
@@ -60,11 +68,14 @@ FINISH_TIMEOUT_S = 600.0
 ALONE_S = 60.0  # NFS keeps that a file is missing for up to so long
 LIST_S = 10.0
 LIST_AGAIN_S = 1.0
+SLOW_S = 10.0
 _ROUND_S = 1.0
 _LOOK_S = 0.1
 _FINAL = "final"  # what is told of that save
 _COMMITTER = ((0, 0, 0), 0)  # the part and the number of the writer that writes the manifest
 
+
+_T = TypeVar("_T")
 
 OnSaving: TypeAlias = Callable[[int, int], None]
 """Of the save under way: so many of so many bytes of this rank's share are written. 0 of 0: it has ended."""
@@ -108,12 +119,14 @@ class DurableCheckpoints:
         self._location, self.keep = absolute(location), keep  # SAVER-7
         self._storage: Storage = storage_at(self._location)
         self._has_trained = has_trained
+        self._calls = TimelyCalls(self._storage.path)
+        self._told: dict[str, str] = {}  # the last warning of a checkpoint, by its path; "": of all; or `_FINAL`
         try:
-            self._storage.prepare()
-        except OperationalError as exc:
+            self._call(lambda: self._storage.prepare(makes=not has_trained), has_trained)
+        except (OperationalError, TimeoutError) as exc:
             if not has_trained:
                 raise
-            log.warning("%s; this rank takes part all the same", exc)  # SAVER-8
+            log.warning("%s; this rank takes part all the same", _reason(exc))  # SAVER-8
         self._schedule, self._server, self._on_saved, self._on_saving = schedule, server, on_saved, on_saving
         self._writer: WriterProcess | None = None
         self._save: _Save | None = None
@@ -128,7 +141,7 @@ class DurableCheckpoints:
         self._unlisted_s: float | None = None  # since when the checkpoints cannot be listed, and why (SAVER-10)
         self._why_unlisted = ""
         self._unusable: set[str] = set()  # paths
-        self._told: dict[str, str] = {}  # the last warning of a checkpoint, by its path; "": of all; or `_FINAL`
+        self._unsaved = UnsavedSteps()
         self.coverage: Coverage | None = None
 
     # -- saving
@@ -181,11 +194,11 @@ class DurableCheckpoints:
         if self._save is not None and self.is_saving:
             former = self._save.plan
             what = f"its save in {former.directory}" if former.attempt == tip else f"that of step {former.attempt.step}"
-            log.warning("step %d is not saved: %s has not ended", tip.step, what)
+            self._unsaved.left_out(tip.step, f"{what} has not ended")
             return
         if self._num_saving and self._counted_in == state.entered and not is_last:  # SAVER-9
             if place == _COMMITTER:
-                log.warning("step %d is not saved: a rank had not ended the save before at the last vote", tip.step)
+                self._unsaved.left_out(tip.step, "a rank had not ended the save before at the last vote")
             return
         self._start(plan, place, record)
 
@@ -251,10 +264,12 @@ class DurableCheckpoints:
             self._writer = self._writer or WriterProcess()
             memory = self._writer.memory(captured.shard.num_bytes)
             told = self._on_saved, self._on_saving
-            save = _Save(plan, record.generation, captured, request, memory, self._writer, self._server, *told)
+            save = _Save(
+                plan, record.generation, captured, request, memory, self._writer, self._server, *told, self._unsaved
+            )
             save.start()
         except (OSError, RuntimeError) as exc:  # SAVER-2: a RuntimeError says that no thread is left
-            log.warning("step %d is not saved: %s", plan.attempt.step, exc)
+            self._unsaved.failed(plan.attempt.step, str(exc))
             self._failed = plan.directory
             return
         self._save = save
@@ -267,8 +282,10 @@ class DurableCheckpoints:
                 pass
 
     def _is_complete(self, attempt: Attempt) -> bool:
+        if self._save is not None and self._save.is_complete(attempt):  # SAVER-10
+            return True
         try:
-            complete, _ = listing.names(self._storage)
+            complete, _ = self._calls.within(LIST_S, lambda: listing.names(self._storage))
         except OSError as exc:
             self._unlisted_s = self._unlisted_s or time.monotonic()
             self._why_unlisted = exc.strerror or str(exc)
@@ -293,6 +310,8 @@ class DurableCheckpoints:
             self.begin(member, state, is_last=True)
             self._await_save(_ROUND_S)
         is_late = time.monotonic() > self._final[1]
+        if self.is_saving and time.monotonic() > self._final[1] - FINISH_TIMEOUT_S + SLOW_S:
+            self._tell_slow()
         if not self._has_begun_last and not is_late:  # the save of an earlier step is under way
             self._stop_waiting()
             return True, False
@@ -333,10 +352,25 @@ class DurableCheckpoints:
             self._told[of] = text
             log.warning("%s", text)
 
+    def _call(self, call: Callable[[], _T], can_do_without: bool) -> _T:
+        """Call the storage. Raises TimeoutError: it does not answer, and this rank `can_do_without` (SAVER-11)."""
+        if can_do_without:
+            return self._calls.within(LIST_S, call)
+        what = f"waiting for {self._storage.path}, which does not answer: the checkpoints of the job are to be there"
+        slow = threading.Timer(SLOW_S, self._warn_once, ("", what))
+        slow.daemon = True
+        with contextlib.suppress(RuntimeError):  # no thread is left
+            slow.start()
+        try:
+            return call()
+        finally:
+            slow.cancel()
+
     def has(self, attempt: Attempt) -> bool:
         """Whether a checkpoint of `attempt` is complete, as far as its manifest and file sizes say."""
-        with contextlib.suppress(CheckpointError):
-            return any(found.attempt == attempt and not found.problem for found in listing.scan(self._storage))
+        with contextlib.suppress(CheckpointError, TimeoutError):
+            found = self._calls.within(LIST_S, lambda: list(listing.scan(self._storage)))
+            return any(each.attempt == attempt and not each.problem for each in found)
         return False
 
     def drop(self) -> None:
@@ -348,11 +382,11 @@ class DurableCheckpoints:
     def close(self, member: str, state: MemberState, *, saves: bool = True) -> None:
         """Save the state, if it is due and `saves`, and wait until the save under way has ended."""
         if not (self._has_begun_last and self._final[0] == state.entered):
-            self._await_save(FINISH_TIMEOUT_S)
+            self._await_slowly()
             if saves:
                 self._server.registered.small.keep()  # it is from the beginning of the last step
                 self.begin(member, state)
-            if self._await_save(FINISH_TIMEOUT_S):
+            if self._await_slowly():
                 log.warning("the last save has not ended in %g s", FINISH_TIMEOUT_S)
         if self._writer is not None:
             self._writer.close()
@@ -363,6 +397,20 @@ class DurableCheckpoints:
         if self._save is not None:
             self._save.join(wait_s)
         return self.is_saving
+
+    def _await_slowly(self) -> bool:
+        """As `_await_save`, for the whole time limit."""
+        if self._await_save(SLOW_S):
+            self._tell_slow()
+            self._await_save(FINISH_TIMEOUT_S - SLOW_S)
+        return self.is_saving
+
+    def _tell_slow(self) -> None:
+        """SAVER-12."""
+        if self._save is not None:
+            step = self._save.plan.attempt.step
+            what = f"this rank ends once its save of step {step} in {self._storage.path} has ended, or after"
+            self._warn_once("slow", f"{what} {FINISH_TIMEOUT_S:g} s")
 
     @property
     def is_saving(self) -> bool:
@@ -382,15 +430,16 @@ class DurableCheckpoints:
         until_s = time.monotonic() + LIST_S
         while True:
             try:
-                newest = self._newest()
-            except CheckpointError as exc:
-                survives = self._has_trained and isinstance(exc, listing.UnreadableError)  # SAVER-8
-                if lacks_state and survives and time.monotonic() < until_s:
+                newest = self._call(self._newest, self._has_trained or not lacks_state)
+            except (CheckpointError, TimeoutError) as exc:
+                is_late = isinstance(exc, TimeoutError)
+                survives = self._has_trained and (is_late or isinstance(exc, listing.UnreadableError))  # SAVER-8
+                if lacks_state and survives and not is_late and time.monotonic() < until_s:
                     time.sleep(LIST_AGAIN_S)
                     continue
                 if lacks_state and not survives:
                     raise
-                self._warn_once("", str(exc))  # SAVER-5
+                self._warn_once("", _reason(exc))  # SAVER-5
                 return None
             self._told.pop("", None)
             return newest
@@ -467,6 +516,11 @@ def _exchanged(ref: CheckpointRef, record: Record, usable: Mapping[str, listing.
     )
 
 
+def _reason(exc: Exception) -> str:
+    """For messages."""
+    return f"cannot read the checkpoints of {exc.filename}: {exc.strerror}" if isinstance(exc, OSError) else str(exc)
+
+
 def _prefix(attempt: Attempt) -> str:
     return f"step-{attempt.step:012d}-{attempt.generation}-"
 
@@ -485,17 +539,19 @@ class _Save(threading.Thread):
         server: StateLender,
         on_saved: OnSaved,
         on_saving: OnSaving,
+        unsaved: UnsavedSteps,
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
         self.plan, self.generation = plan, generation
         self._captured: Captured | None = captured  # until it is copied: its sources may be of a former seat
         self._num_bytes, self._request, self._memory = captured.shard.num_bytes, request, memory
         self._writer, self._server, self._on_saved, self._on_saving = writer, server, on_saved, on_saving
+        self._unsaved = unsaved
         self._written = server.registered.small.written
         self._cancelled = threading.Event()
         self._sending = threading.Lock()
         self._is_sent = False
-        self._problem = ""
+        self._problem = self._digest = ""
         self._began_s = time.monotonic()
         self.has_read = threading.Event()
 
@@ -511,6 +567,10 @@ class _Save(threading.Thread):
     def has_failed(self, directory: str) -> bool:
         """Whether this was the save in `directory`, and has failed."""
         return self.plan.directory == directory and bool(self._problem)
+
+    def is_complete(self, attempt: Attempt) -> bool:
+        """Whether this was a save of `attempt`, and its writer has made the checkpoint complete."""
+        return self.plan.attempt == attempt and bool(self._digest)
 
     def shut(self) -> None:
         """SNAPSHOT-2: an apply waits too long for the copy."""
@@ -565,10 +625,12 @@ class _Save(threading.Thread):
         except Exception as exc:  # SAVER-2
             outcome = Outcome(f"{type(exc).__name__}: {exc}")
         self._on_saving(0, 0)
-        self._problem = outcome.problem
+        self._problem, self._digest = outcome.problem, outcome.digest
         if outcome.problem:
-            log.warning("step %d is not saved: %s", attempt.step, outcome.problem)
-        elif outcome.digest:
+            self._unsaved.failed(attempt.step, outcome.problem, outcome.problem.replace(self.plan.directory, ""))
+        else:
+            self._unsaved.succeeded(attempt.step)
+        if outcome.digest:
             log.info("saved step %d in %s", attempt.step, self.plan.directory)
             path = f"{self._request['root'].rstrip('/')}/{self.plan.directory}"
             duration_s = time.monotonic() - self._began_s

@@ -60,8 +60,8 @@ class Storage(Protocol):
     @property
     def poll_s(self) -> float: ...
 
-    def prepare(self) -> None:
-        """Make the place, if it is not there, and find out whether it can be used.
+    def prepare(self, *, makes: bool = True) -> None:
+        """Find out whether the place can be used. `makes`: make it, if it is not there.
 
         Raises:
             OperationalError: it cannot. The message names the place and the reason.

@@ -85,7 +85,6 @@ class MemberDriver:
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
         self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
-        self._has_failed_last = False  # the save of the final state
         self._has_warned = False  # DRIVER-9
         self._sized = 0  # the newest generation in which the state of optimizers was measured
         self._covered = 0  # the newest generation whose stages were found to have everything
@@ -193,7 +192,7 @@ class MemberDriver:
         rendezvous, state_server = self._rendezvous, self._state_server
         match instruction:
             case do.ServeState(index, tip):
-                self._load_forward, self._has_failed_last = None, False
+                self._load_forward = None
                 self._page.begin_step(index)
                 if self.mover is not None and tip is not None and tip.step > 0:
                     record = self.lifecycle.state.record
@@ -263,9 +262,7 @@ class MemberDriver:
             case Do.SAVE_LAST:
                 assert self.checkpoints is not None
                 with self._page.paused():
-                    outcome = self.checkpoints.save_last(rendezvous.member, self.lifecycle.state)
-                _, self._has_failed_last = outcome
-                return outcome
+                    return self.checkpoints.save_last(rendezvous.member, self.lifecycle.state)
             case Do.IS_SAVED:
                 with self._page.paused():  # an object store may take long
                     return self.checkpoints is not None and self.checkpoints.has(self.lifecycle.state.committed)
@@ -358,7 +355,7 @@ class MemberDriver:
                 state.committed.step,
             )
         checkpoints.close(self._rendezvous.member, state, saves=may_save)
-        if self._has_failed_last and not checkpoints.has(state.committed):
+        if self.lifecycle.has_failed_to_save and not checkpoints.has(state.committed):
             self._rendezvous.tell_unsaved(state.committed.step)
 
     def _measure_state(self, tip: Attempt | None) -> None:

@@ -331,7 +331,8 @@ class AgentLifecycle:
         ranks = ", ".join(str(local_rank) for local_rank in self.state.local_ranks(self._members))
         text = f"rank {ranks} did not exit within {self.grace_s:g} s of SIGTERM (--grace-period): killing what is left"
         if any(self.state.takes_part(member) for member in self._members):
-            text += "; a script that handles or ignores SIGTERM itself has to call `manager.leave()`"
+            text += "; a script that handles or ignores SIGTERM itself has to call `manager.leave()`, "
+            text += "and a last checkpoint that takes longer needs a longer --grace-period"
         return [Warn(text)]
 
     # -- starts

@@ -23,8 +23,9 @@ MANAGER-10  A draining rank leaves at a boundary between steps, after a vote tha
 MANAGER-11  When the record goes back to a durable checkpoint, a rank without state loads it before its first step, or
     heals from a peer that has. A rank that cannot ends the generation, and reports an earlier checkpoint.
 MANAGER-12  With durable checkpoints, no rank leaves a job that finishes before it knows that the final state is saved
-    or its save has failed. In rounds, the ranks sum whether they still wait for that. If the generation ends meanwhile
-    and the state is not saved, the members of the next one save it again.
+    or its save has failed. In rounds, the ranks sum whether they still wait for that, and whether it has failed: if it
+    has on one rank, all say so. If the generation ends meanwhile and the state is not saved, the members of the next
+    one save it again.
 MANAGER-13  A fault of this rank's device (CUDA-1) is dropped neither with a lost step nor with a generation that cannot
     be entered: the process can use the device no more.
 MANAGER-14  When the record names holders of another layout, they keep their state aside before they build another one.
@@ -146,6 +147,7 @@ class MemberLifecycle:
         self.has_seat = False
         self._may_leave = False
         self._has_saved = False  # the state of this boundary
+        self.has_failed_to_save = False  # any rank, as far as this one knows, of the state of this boundary
         self._loses_part = False  # the ranks that leave at this boundary take a part of the state along
         self._has_stayed = False
         self._announced = 0  # the generation whose first commit the agent was sent
@@ -309,7 +311,7 @@ class MemberLifecycle:
                 is_saving, has_failed = yield Do.SAVE_LAST
                 yield do.StartSum("root", (float(is_saving), float(has_failed)))
                 num_saving, num_failed = yield Do.AWAIT_SUMS
-                self._has_saved = not num_saving
+                self._has_saved, self.has_failed_to_save = not num_saving, bool(num_failed)
                 if num_saving and num_failed:
                     yield Do.DROP_SAVE
         except GangError:
@@ -339,7 +341,7 @@ class MemberLifecycle:
         if self._step is not None:
             raise InvalidOperationError(f"step {self._step.attempt.step - 1} is still under way")
         self._step = _Step(state.attempt(), state.share() is not None)
-        self._has_saved = False
+        self._has_saved = self.has_failed_to_save = False
         state.begin()
         yield do.ServeState(state.committed.step, state.tip)
 

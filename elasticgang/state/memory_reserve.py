@@ -12,18 +12,18 @@ RESERVE-3  The size is what another rank of the host says, or the former one of 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import math
 import mmap
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
+
+from elasticgang.process.memory_group import MemoryGroups
 
 log = logging.getLogger("elasticgang")
 
@@ -32,8 +32,6 @@ RESERVE_TIMEOUT_S = 20.0
 _PIECE_BYTES = 16 << 20
 _ALIGNMENT = 64  # bytes, as torch's own tensors on the CPU
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -48,7 +46,8 @@ class MemoryReserve:
         self.num_taken = 0  # bytes, up to the end of the last tensor
         self._populated = threading.Event()
         self._is_released = threading.Event()
-        if MIN_BYTES <= num_bytes <= available_bytes():
+        self._groups = MemoryGroups()
+        if MIN_BYTES <= num_bytes <= _available_bytes(self._groups):
             self._populate(num_bytes)
         else:
             self._populated.set()
@@ -71,8 +70,12 @@ class MemoryReserve:
             address = _address_of(memory)
             for start in range(0, len(memory), _PIECE_BYTES):
                 size = min(_PIECE_BYTES, len(memory) - start)
-                is_over = self._is_released.is_set() or size > available_bytes()  # other ranks reserve memory too
-                if is_over or _libc.madvise(address + start, size, _MADV_POPULATE_WRITE):
+                left = _available_bytes(self._groups)  # other ranks reserve memory too
+                if (
+                    self._is_released.is_set()
+                    or size > left
+                    or _libc.madvise(address + start, size, _MADV_POPULATE_WRITE)
+                ):
                     return
         finally:
             self._populated.set()
@@ -120,17 +123,10 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def available_bytes() -> int:
-    """What the host has left, and the process's control group."""
-    left = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        (path,) = [line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
-        group = _CGROUP / path.lstrip("/")
-        limit = int((group / "memory.max").read_text())  # ValueError: "max"
-        used = int((group / "memory.current").read_text())
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
-        left = min(left, limit - used + int(cached))
-    return left
+def _available_bytes(groups: MemoryGroups) -> int:
+    """What the host has left, and the process's control groups."""
+    left, in_groups = psutil.virtual_memory().available, groups.available_bytes()
+    return left if in_groups is None else min(left, in_groups)
 
 
 def _address_of(memory: mmap.mmap) -> int:

@@ -292,3 +292,34 @@ def test_a_rank_that_lacks_its_own_threads_ends_itself(tmp_path: Path) -> None:
         assert {seen["local_rank"] for seen in job.events() if seen["event"] == "exited"} == {1}
         job.process.terminate()
         assert job.wait() == 143
+
+
+# GROUP-2 GROUP-3
+def test_a_rank_that_is_killed_for_memory_has_a_line_and_comes_back(tmp_path: Path) -> None:
+    root = Path("/sys/fs/cgroup/memory") if Path("/sys/fs/cgroup/memory").exists() else Path("/sys/fs/cgroup")
+    group = root / f"eg-test-{uuid.uuid4().hex}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if root.name == "memory" else "memory.max")).write_text(str(800 << 20))
+    except OSError as error:
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    body = f"""{BODY}
+                if rank == 1 and not (here / "took").exists():
+                    (here / "took").touch()
+                    taken = torch.ones(1 << 28)
+                (here / f"score-{{rank}}").write_text(open("/proc/self/oom_score_adj").read())
+                """
+    prefix = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+    try:
+        with Job(tmp_path, training(tmp_path, steps=100_000, body=body), ranks=2, prefix=prefix) as job:
+            job.expect("entered", local_rank=1, count=2)
+            usual = Path("/proc/self/oom_score_adj").read_text()
+            for rank in range(2):
+                wait_until(lambda at=tmp_path / f"score-{rank}": job.expect_file(at) == usual, "its score")  # type: ignore[misc]
+            assert {seen["local_rank"] for seen in job.events() if seen["event"] == "exited"} == {1}
+            job.expect_line("for want of memory the kernel has killed 1 process here (oom_kill), rank 1 maybe")
+            job.process.terminate()
+            assert job.wait() == 143
+    finally:
+        wait_until(lambda: not _leave(group), "the end of its processes")
+        group.rmdir()

@@ -7,13 +7,14 @@ import gc
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from elasticgang import testing
 from elasticgang.checkpoint import listing, saver, writer_process
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.schedule import Schedule
+from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
 from tests.integration.saving import MEMBERS, Model, Rank, same, writers
 from tests.preloaded import PreloadedProcess
@@ -534,6 +536,113 @@ def test_a_rank_that_leaves_it_to_the_others_says_that_the_save_has_failed_once_
     rank.checkpoints.drop()  # another one has failed
     assert rank.checkpoints.save_last("b0", rank.state) == (False, True)
     rank.close()
+
+
+# SAVER-10
+def test_the_rank_that_writes_the_manifest_need_not_list_the_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").symlink_to("here")
+    rank = Rank(tmp_path / "there")
+    rank.enter(("a0",))
+    rank.train(7)
+    rank.server.begin(rank.state.tip)
+    rank.checkpoints.begin("a0", rank.state, is_last=True)
+    wait_until(lambda: not rank.checkpoints.is_saving, "the save")
+    (tmp_path / "there").unlink()
+    (tmp_path / "there").symlink_to("there")
+    assert rounds(rank) == [(False, False)]
+    rank.close()
+
+
+@contextlib.contextmanager
+def place_that_does_not_answer(root: Path) -> Iterator[Callable[[], None]]:
+    """Whoever lists the checkpoints there waits until the function is called."""
+    folder = root / "step-000000000020-1-0123456789abcdef"
+    folder.mkdir()
+    (folder / "manifest.json").touch()
+    os.mkfifo(folder / "corrupt")
+
+    def answer() -> None:
+        (folder / "corrupt").write_text("it is damaged")
+
+    yield answer
+    for thread in threading.enumerate():
+        if thread.name == "storage":
+            thread.join(60)
+    shutil.rmtree(folder)
+
+
+# SAVER-11
+@pytest.mark.parametrize("holds_state", [True, False])
+def test_a_rank_that_can_do_without_checkpoints_does_not_wait_for_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, holds_state: bool
+) -> None:
+    monkeypatch.setattr(saver, "LIST_S", 0.1)
+    rank = Rank(tmp_path, has_trained=not holds_state)
+    if holds_state:
+        rank.train(20)
+    with place_that_does_not_answer(tmp_path) as answer:
+        assert [rank.checkpoints.newest(rank.state) for _ in range(3)] == [None] * 3
+        assert not rank.checkpoints.has(Attempt(20, 1))
+        assert caplog.messages == [f"cannot read the checkpoints of {tmp_path}: it does not answer"]
+        answer()
+    rank.train(30).enter(("a0",))
+    rank.begin().close()
+    assert rank.newest().attempt == Attempt(30, 1)
+
+
+# SAVER-11
+def test_a_job_that_begins_waits_for_its_checkpoints_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "LIST_S", 0.0)
+    monkeypatch.setattr(saver, "SLOW_S", 0.0)
+    rank = Rank(tmp_path)
+    with place_that_does_not_answer(tmp_path) as answer:
+
+        def answer_later() -> None:
+            wait_until(lambda: f"waiting for {tmp_path}, which does not answer" in caplog.text, "a line")
+            answer()
+
+        answering = threading.Thread(target=answer_later)
+        answering.start()
+        with pytest.raises(CheckpointError, match="it is damaged"):
+            rank.newest()
+        answering.join()
+
+
+# SAVER-8
+def test_a_rank_that_starts_again_makes_no_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where a file system is not mounted any more."""
+    rank = Rank(tmp_path / "gone", has_trained=True)
+    assert not (tmp_path / "gone").exists()
+    told = f"cannot use the checkpoint directory {tmp_path}/gone: No such file or directory"
+    assert caplog.messages == [f"{told}; this rank takes part all the same"]
+    rank.enter(("a0",))
+    rank.save(10)
+    assert "step 10 is not saved" in caplog.text
+    assert not (tmp_path / "gone").exists()
+    (tmp_path / "gone").mkdir()
+    rank.save(20)
+    assert rank.newest().attempt == Attempt(20, 1)
+
+
+# SAVER-12
+def test_a_rank_that_ends_says_that_it_waits_for_its_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "SLOW_S", 0.0)
+    rank = Rank(tmp_path)
+    rank.enter(("a0",))
+    with held_after_the_copy() as (copied, go_on):
+        rank.train(10).begin()
+        assert copied.wait(60)
+        closing = threading.Thread(target=rank.close)
+        closing.start()
+        wait_until(lambda: "this rank ends once its save of step 10" in caplog.text, "a line")
+        go_on.set()
+        closing.join()
+    assert rank.newest().attempt == Attempt(10, 1)
 
 
 # SAVER-6

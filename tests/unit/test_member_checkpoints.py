@@ -110,6 +110,16 @@ def test_a_rank_leaves_once_no_rank_writes_the_final_state_any_more() -> None:
 
 
 # MANAGER-12
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_all_ranks_know_if_the_final_save_has_failed_on_one(has_failed: bool) -> None:
+    """Also one that had left it to the others whether the state is saved (SAVER-10)."""
+    driver = finished()
+    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS root": [0.0, float(has_failed)]}
+    driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes)
+    assert driver.lifecycle.has_failed_to_save == has_failed
+
+
+# MANAGER-12
 def test_a_death_during_the_final_save_is_followed_by_another_one() -> None:
     driver = finished()
     driver.run(
