@@ -275,12 +275,13 @@ class ElasticRendezvous:
                 self._configure(record, seat)
             case Do.REPORT_HEALED:
                 assert self._generation is not None
+                self._first_to_die.end()  # first: its children would keep what it has
                 self._link.send("healed", generation=self._generation.record.generation)
             case do.ReportCommitted(attempt, announces):
                 self._groups.prepare_when_due()  # nor before the first commit: the survivors need the cores for that
                 self.page.commit(*attempt)
                 if announces:
-                    self._first_to_die.end()
+                    self._first_to_die.end()  # it may have held the state from the start
                     self._link.send("committed", step=attempt.step, generation=attempt.generation)
                 self._groups.end_halted()
             case do.ReportDifference():

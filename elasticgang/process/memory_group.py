@@ -3,13 +3,14 @@
 GROUP-1  The limits of all groups count in which this process is: its own and those above, of version 1 or 2.
 GROUP-2  The kernel does not say which process it has killed. What is told of a process that was killed by SIGKILL is
     that its group has more such ends than when somebody last looked. In version 1 a group counts only its own.
-GROUP-3  While a rank has no state, the kernel kills it before any other process. It can heal again; the last rank that
-    holds some part of the state would take the job along.
+GROUP-3  Until a rank has state, the kernel kills it before any other process. It can heal again; the last rank that
+    holds some part of the state would take the job along. A process that it forks meanwhile is as any other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from pathlib import Path
 
@@ -92,6 +93,7 @@ class FirstToDie:
             usual = path.read_text()
             path.write_text(f"{_FIRST_TO_DIE}\n")
             self._usual = usual
+            os.register_at_fork(after_in_child=self.end)
 
     def end(self) -> None:
         usual, self._usual = self._usual, ""
