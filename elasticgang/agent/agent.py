@@ -372,7 +372,7 @@ class Agent:
             case DeliverRecord(members, record):
                 self._rendezvous.begin(record, self._lifecycle.agent)
                 self._ranks.send(members, "record", text=record.text)
-                self._rank_events.late.agreed(record.generation, record.committed.step)
+                self._rank_events.late.agreed(record.generation, record.committed.step, record.plan.ranks.keys())
                 self._changes.agreed(record, self._lifecycle.agent, *self._control_plane.take_gone(record.agents))
             case RequestRecord():
                 self._control_plane.request()

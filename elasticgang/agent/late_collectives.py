@@ -2,12 +2,14 @@
 
 LATE-1  One line for a generation, once all ranks of this host have stopped. While the same step times out again, it is
     written for the 2nd, 4th, 8th time and so on. The event is written each time.
-LATE-2  The same line, without an event, where a rank has lost a peer and none is known to have died, as after
+LATE-2  The same line, without an event, where a rank has lost a peer, but the next generation has all members, as after
     collectives of other sizes, which end a comm process: from the second time in a row on, because a comm process may
     have been killed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 from elasticgang.agent.job import Events, Output
 from elasticgang.protocol.shortened import has_line
@@ -23,6 +25,7 @@ class LateCollectives:
         self._step = self._first_step = 0  # that they have begun; of the present generation
         self._num_times = 0  # in a row, in `_last_step`
         self._last_step = -1
+        self._members: Set[str] = frozenset()  # of the present generation
 
     def timed_out(self) -> None:
         """A collective has, in the present generation, on this host or on another one."""
@@ -38,12 +41,13 @@ class LateCollectives:
             self._stopped_at[local_rank] = stopped_at
             self._step = max(self._step, step or 0)
 
-    def agreed(self, generation: int, first_step: int) -> None:
-        """LATE-1. The generation after the one in which they have stopped begins. `first_step`: the index of its first
-        one. A rank that has not connected has not begun that of its generation."""
+    def agreed(self, generation: int, first_step: int, members: Set[str]) -> None:
+        """LATE-1, LATE-2. The generation after the one in which they have stopped begins, of `members`. `first_step`:
+        the index of its first one. A rank that has not connected has not begun that of its generation."""
+        former, self._members = self._members, frozenset(members)
         stopped_at, self._stopped_at = self._stopped_at, {}
         step, self._step, self._first_step = max(self._step, self._first_step), 0, first_step
-        has_timed_out, has_failed = self._has_timed_out, self._has_failed
+        has_timed_out, has_failed = self._has_timed_out, self._has_failed and former <= self._members
         self._has_timed_out = self._has_failed = False
         if not (has_timed_out or has_failed) or not stopped_at:
             return

@@ -332,8 +332,9 @@ def _differ(now: Tensor, then: Tensor) -> Tensor:
 def _changed() -> InvalidOperationError:
     return InvalidOperationError(
         "the gradients were changed between the last backward and `optim.step`, which has yet to sum them over the "
-        "replica groups: to clip them, give `optim.step` a `max_norm`; to leave out a loss, leave out its backward and "
-        "its `weight`; to add those of stages that share a parameter, give `PipelineParallel` its name in `tied`."
+        "replica groups: call `backward` inside `accumulate`; to clip gradients, give `optim.step` a `max_norm`; to "
+        "leave out a loss, leave out its backward and its `weight`; to add those of stages that share a parameter, "
+        "give `PipelineParallel` its name in `tied`."
     )
 
 

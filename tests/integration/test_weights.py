@@ -161,8 +161,9 @@ def test_ranks_along_sdp_that_run_different_modules_of_one_size_are_refused(tmp_
     done = run(tmp_path, "sdp=2", 2, "", APART)
     assert done.returncode == 1
     assert "ranks along `sdp` have run different modules of `fully_shard` in step 2" in done.stderr
-    order = [f"{what} of branches.{first}" for first in (0, 1) for what in ("forward", "gradients")]
-    assert f"This rank has run: {', '.join(order)}" in done.stderr
+    runs = [f"forward of branches.{which}, gradients of branches.{which}" for which in (0, 1)]
+    told = [f"This rank has run: {', '.join(order)}" for order in (runs, runs[::-1])]
+    assert any(each in done.stderr for each in told), done.stderr  # a rank may end the step before the other has raised
 
 
 # DRIVER-10

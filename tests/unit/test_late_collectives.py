@@ -19,6 +19,7 @@ from elasticgang.member.stopped_at import script_line, stopped_at
 from elasticgang.process.status_page import CommBlock, StatusPage
 
 HERE = Path(__file__).name
+MEMBERS = {"a/0", "a/1"}
 
 
 class Told:
@@ -144,7 +145,7 @@ def test_where_ranks_have_stopped_is_told_once_for_each_doubling() -> None:
         late.timed_out()
         for rank, where in ((1, "in a sum, at a.py:7"), (0, "in no collective, at a.py:3"), (2, "in a sum, at a.py:7")):
             late.stopped(rank, 5, where)
-        late.agreed(generation, 5)
+        late.agreed(generation, 5, MEMBERS)
     places = "rank 0 stopped in no collective, at a.py:3; rank 1, 2 stopped in a sum, at a.py:7"
     assert told.lines == [
         f"elasticgang: a collective has timed out in step 5{times}: {places}"
@@ -158,16 +159,16 @@ def test_nothing_is_told_of_other_ends() -> None:
     told = Told()
     late = LateCollectives(told, cast(Output, told))
     late.stopped(0, 5, "in a sum, at a.py:7")
-    late.agreed(2, 5)
+    late.agreed(2, 5, MEMBERS)
     late.timed_out()
     late.stopped(0, 6, "")
-    late.agreed(3, 5)
+    late.agreed(3, 5, MEMBERS)
     assert not told.lines
     assert not told.events
     for step in (7, 8):
         late.timed_out()
         late.stopped(0, step, "in a sum, at a.py:7")
-        late.agreed(step, step)
+        late.agreed(step, step, MEMBERS)
     assert [line.partition(": rank")[0] for line in told.lines] == [
         f"elasticgang: a collective has timed out in step {step}" for step in (7, 8)
     ]
@@ -177,24 +178,31 @@ def test_nothing_is_told_of_other_ends() -> None:
 def test_collectives_that_fail_again_and_again_are_told_without_an_event() -> None:
     told = Told()
     late = LateCollectives(told, cast(Output, told))
+    late.agreed(1, 0, MEMBERS)
     for generation, step in enumerate((5, 5, 5, 5, 6, 7), 2):
         late.failed()
         late.stopped(0, step, "in all_reduce of 3 float32, at a.py:7")
-        late.agreed(generation, step)
+        late.agreed(generation, step, MEMBERS)
     assert [line.partition(": rank")[0] for line in told.lines] == [
         f"elasticgang: a collective has failed in step 5, {num} times in a row" for num in (2, 4)
     ]
     assert not told.events
+    told.lines.clear()
+    for generation in range(8, 12):  # a rank has died in each
+        late.failed()
+        late.stopped(0, 8, "in all_reduce of 3 float32, at a.py:7")
+        late.agreed(generation, 8, {"a/0", f"a/1-{generation}"})
+    assert not told.lines
 
 
 def test_a_rank_that_has_not_connected_is_in_the_first_step_of_its_generation() -> None:
     told = Told()
     late = LateCollectives(told, cast(Output, told))
-    late.agreed(2, 71)
+    late.agreed(2, 71, MEMBERS)
     for generation, step in ((3, None), (4, 70)):  # of a rank that joins, and of one that has committed step 70
         late.timed_out()
         late.stopped(0, step, "while it connected to the other ranks")
-        late.agreed(generation, 71)
+        late.agreed(generation, 71, MEMBERS)
     assert [event["step"] for event in told.events] == [71, 71]
 
 
@@ -204,5 +212,5 @@ def test_many_places_are_not_all_named() -> None:
     late.timed_out()
     for rank in range(8):
         late.stopped(rank, 5, f"at a.py:{rank}")
-    late.agreed(2, 5)
+    late.agreed(2, 5, MEMBERS)
     assert told.lines[0].endswith("; rank 5 stopped at a.py:5; 2 more places")
