@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticgang.member.drain import Drain
@@ -16,7 +17,8 @@ class RankContext:
     `lease` are descriptors: the connection to the agent, the socket by which the agent takes further ones, the
     connection to its fork server, the rank's status page, and the host's lease. `drain`: whether the rank drains.
     `optimizer_bytes`: the size of the state of optimizers of a rank of this host, as of `StatusPage`; 0: not known.
-    `has_trained`: whether the job has committed a step, as far as the agent knows."""
+    `has_trained`: whether the job has committed a step, as far as the agent knows. `got_state`: called once the rank
+    holds the state of the job (GROUP-3)."""
 
     member: str
     local_rank: int
@@ -35,6 +37,7 @@ class RankContext:
     drain: Drain
     optimizer_bytes: int = 0
     has_trained: bool = False
+    got_state: Callable[[], None] = lambda: None
 
 
 _context: RankContext | None = None

@@ -25,6 +25,7 @@ from elasticgang.member.rank_context import RankContext, inherit
 from elasticgang.process import death_watch, framing, memory_files, stacks, status_page, sum_block
 from elasticgang.process import lease as lease_module
 from elasticgang.process.lease import Lease
+from elasticgang.process.memory_group import FirstToDie
 from elasticgang.process.status_page import PULSE_MS, StatusPage
 from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS, device_fault
 from elasticgang.session.credentials import credentials_from_json
@@ -70,6 +71,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
             drain=drain,
             optimizer_bytes=args.get("optimizer_bytes", 0),
             has_trained=args.get("has_trained", False),
+            got_state=FirstToDie().end,
         )
     )
     os.register_at_fork(after_in_child=notices.close)

@@ -74,7 +74,6 @@ from elasticgang.member.torch_environment import TorchEnvironment
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.process.late_signals import LONGEST_WAIT_S
 from elasticgang.process.lease import Lease
-from elasticgang.process.memory_group import FirstToDie
 from elasticgang.process.status_page import ThreadState
 from elasticgang.process.sum_block import SumBlock
 from elasticgang.protocol import member_instructions as do
@@ -154,7 +153,7 @@ class ElasticRendezvous:
         self._link.send("joined", device_uuid=device_uuid(device), has_chosen_device=is_own_choice(device))
         self.drain.wake = lambda: self._link.records.put(None)
         self._unsaved: int | None = None
-        self._first_to_die = FirstToDie()  # without state
+        self._got_state = context.got_state
         self._stopped_at = ""  # in the last generation, if it has ended by an error
         self._lacks = ""  # what this rank lacks in the present generation, in words
         self._num_delays = 0  # since it has entered one
@@ -275,13 +274,13 @@ class ElasticRendezvous:
                 self._configure(record, seat)
             case Do.REPORT_HEALED:
                 assert self._generation is not None
-                self._first_to_die.end()  # first: its children would keep what it has
+                self._got_state()  # first: its children would keep what it has
                 self._link.send("healed", generation=self._generation.record.generation)
             case do.ReportCommitted(attempt, announces):
                 self._groups.prepare_when_due()  # nor before the first commit: the survivors need the cores for that
                 self.page.commit(*attempt)
                 if announces:
-                    self._first_to_die.end()  # it may have held the state from the start
+                    self._got_state()  # it may have held the state from the start
                     self._link.send("committed", step=attempt.step, generation=attempt.generation)
                 self._groups.end_halted()
             case do.ReportDifference():
