@@ -39,17 +39,18 @@ class StepAgreement:
         self._weight = 0.0
         self._taken: list[tuple[BatchShape, int]] = []
         self._rates: float | None = None
+        self._exchanged: list[str] = []
         self._sent_batches, self._sent_rates = (0.0, 0.0), (0.0, 0.0)
 
     def begin(self, weight: float, taken: Collection[tuple[BatchShape, int]], rates: float) -> None:
         """The rank votes on a step. `weight`: what it counts. `taken`: the global batches, each with the position of
         its first sample. `rates`: stands for the learning rates."""
         self._weight, self._taken, self._rates = weight, sorted(taken), rates
+        self._exchanged = [what for reducer in self._reducers for what in reducer.exchanged]
 
     def end(self) -> None:
         """What follows is of no step."""
-        self.begin(0.0, (), 0.0)
-        self._rates = None
+        self._weight, self._taken, self._rates, self._exchanged = 0.0, [], None, []
 
     def numbers(self) -> tuple[float, ...]:
         """What this rank adds to the sums: as many as `NUM_NUMBERS`."""
@@ -127,17 +128,14 @@ class StepAgreement:
         state = self._state
         if (record := state.record) is None or (num := record.layout.sdp) == 1 or not state.share():
             return 0.0, 0.0
-        own = float(zlib.crc32("\0".join(self._exchanged()).encode()))
+        own = float(zlib.crc32("\0".join(self._exchanged).encode()))
         return own, 0.0 if record.model_coordinates(state.member)[1] else own * num
-
-    def _exchanged(self) -> list[str]:
-        return [what for reducer in self._reducers for what in reducer.exchanged]
 
     def _check_exchanges(self, of_all: float, of_first: float) -> None:
         """AGREEMENT-4."""
         if of_all != of_first:
             counted = [
-                what + (f" ({num} times)" if num > 1 else "") for what, num in Counter(self._exchanged()).items()
+                what + (f" ({num} times)" if num > 1 else "") for what, num in Counter(self._exchanged).items()
             ]
             raise InvalidOperationError(
                 f"ranks along `sdp` have run different modules of `fully_shard` in step {self._state.committed.step}, "

@@ -87,10 +87,12 @@ print("learned:", num_learned, "weight:", module.weight.item())
 
 
 APART = """
+import sys
 import torch
 from torch.distributed.fsdp import fully_shard
 import elasticgang as eg
 
+form = sys.argv[1]
 manager = eg.join()
 
 
@@ -105,20 +107,22 @@ class Branching(torch.nn.Module):
 
 def build(seat):
     module, mesh = Branching(), manager.gangs.device_mesh("sdp")
-    for part in (*module.branches, module):
+    for part in (module,) if form == "in one" else (*module.branches, module):
         fully_shard(part, mesh=mesh)
     model = eg.ShardedDataParallel(manager, module)
     return {"model": model, "optim": eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))}
 
 
 state = manager.build(build)
+if form.startswith("/"):
+    manager.checkpoints(form, every_steps=100)
 batches = eg.GlobalBatch(8, size=8, slot=2)
 for step in manager.steps(3):
     with step:
         slots = batches.slots(step)
         for slot in slots:
             with state.model.accumulate(last=slot.last):
-                which = (slot.number // 2 + manager.gangs.sdp.rank * (step.index == 2)) % 2
+                which = (slot.number // 2 + manager.gangs.sdp.rank * (step.index == 2 and form[0] != "/")) % 2
                 state.model(torch.ones(2, 2), which).sum().backward()
         state.optim.step(weight=slots.num_samples)
 """
@@ -158,12 +162,30 @@ def test_an_active_rank_whose_group_has_a_learner_may_give_any_weight(tmp_path: 
 # AGREEMENT-4, SHARDED-12
 def test_ranks_along_sdp_that_run_different_modules_of_one_size_are_refused(tmp_path: Path) -> None:
     """Both run both in the step, in another order. Otherwise each would get halves of both, without an error."""
-    done = run(tmp_path, "sdp=2", 2, "", APART)
+    done = run(tmp_path, "sdp=2", 2, "in another order", APART)
     assert done.returncode == 1
     assert "ranks along `sdp` have run different modules of `fully_shard` in step 2" in done.stderr
     runs = [f"forward of branches.{which}, gradients of branches.{which}" for which in (0, 1)]
     told = [f"This rank has run: {', '.join(order)}" for order in (runs, runs[::-1])]
     assert any(each in done.stderr for each in told), done.stderr  # a rank may end the step before the other has raised
+
+
+# AGREEMENT-4, SHARDED-12
+def test_ranks_along_sdp_that_have_gradients_of_different_parameters_of_one_size_are_refused(tmp_path: Path) -> None:
+    """Of one module: each has run one branch of it in each slot."""
+    done = run(tmp_path, "sdp=2", 2, "in one", APART)
+    assert done.returncode == 1
+    assert "ranks along `sdp` have run different modules of `fully_shard` in step 2" in done.stderr
+    for branch in (0, 1):
+        assert f"gradients of the whole module without branches.{branch}.weight, branches.{branch}.bias" in done.stderr
+
+
+# AGREEMENT-4
+def test_a_sum_outside_of_a_step_counts_no_exchanges(tmp_path: Path) -> None:
+    """As that of the ranks that wait for the last checkpoint."""
+    done = run(tmp_path, "sdp=2", 2, str(tmp_path / "checkpoints"), APART)
+    assert done.returncode == 0, done.stderr
+    assert any((tmp_path / "checkpoints").glob("step-*3-*"))
 
 
 # DRIVER-10

@@ -30,7 +30,7 @@ class Wrapper:
     """Has no gradients of its own."""
 
     has_started = has_all = True
-    form = order = ()
+    form = order = exchanged = ()
 
     def __init__(self, *, is_reproducible: bool = True) -> None:
         self.is_reproducible = is_reproducible
