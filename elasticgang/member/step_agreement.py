@@ -134,9 +134,7 @@ class StepAgreement:
     def _check_exchanges(self, of_all: float, of_first: float) -> None:
         """AGREEMENT-4."""
         if of_all != of_first:
-            counted = [
-                what + (f" ({num} times)" if num > 1 else "") for what, num in Counter(self._exchanged).items()
-            ]
+            counted = [what + (f" ({num} times)" if num > 1 else "") for what, num in Counter(self._exchanged).items()]
             raise InvalidOperationError(
                 f"ranks along `sdp` have run different modules of `fully_shard` in step {self._state.committed.step}, "
                 "or in another order, and so have mixed their parameters or gradients: let all of them run the same "

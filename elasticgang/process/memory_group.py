@@ -4,7 +4,8 @@ GROUP-1  The limits of all groups count in which this process is: its own and th
 GROUP-2  The kernel does not say which process it has killed. What is told of a process that was killed by SIGKILL is
     that its group has more such ends than when somebody last looked. In version 1 a group counts only its own.
 GROUP-3  Until a rank has state, the kernel kills it before any other process. It can heal again; the last rank that
-    holds some part of the state would take the job along. A process that it forks meanwhile is as any other.
+    holds some part of the state would take the job along. A process that it forks meanwhile is as any other. One
+    that it starts otherwise inherits the rank's score, and is as any other once the rank has state.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import contextlib
 import os
 import threading
 from pathlib import Path
+
+import psutil
 
 _PROC = Path("/proc")
 _FIRST_TO_DIE = 1000
@@ -93,10 +96,19 @@ class FirstToDie:
             usual = path.read_text()
             path.write_text(f"{_FIRST_TO_DIE}\n")
             self._usual = usual
-            os.register_at_fork(after_in_child=self.end)
+            os.register_at_fork(after_in_child=self._put_back)
 
     def end(self) -> None:
+        if usual := self._put_back():
+            for child in psutil.Process().children(recursive=True):
+                path = _PROC / str(child.pid) / self._path.name
+                with contextlib.suppress(OSError):
+                    if path.read_text() == f"{_FIRST_TO_DIE}\n":
+                        path.write_text(usual)
+
+    def _put_back(self) -> str:
         usual, self._usual = self._usual, ""
         with contextlib.suppress(OSError):
             if usual:
                 self._path.write_text(usual)
+        return usual

@@ -192,6 +192,9 @@ def test_collectives_that_fail_again_and_again_are_told_without_an_event() -> No
         late.failed()
         late.stopped(0, 8, "in all_reduce of 3 float32, at a.py:7")
         late.agreed(generation, 8, {"a/0", f"a/1-{generation}"})
+    for generation in range(12, 16):  # nothing has failed
+        late.stopped(0, 9, "in all_reduce of 3 float32, at a.py:7")
+        late.agreed(generation, 9, MEMBERS)
     assert not told.lines
 
 
