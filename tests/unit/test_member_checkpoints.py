@@ -117,6 +117,8 @@ def test_all_ranks_know_if_the_final_save_has_failed_on_one(has_failed: bool) ->
     outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS root": [0.0, float(has_failed)]}
     driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes)
     assert driver.lifecycle.has_failed_to_save == has_failed
+    driver.run(driver.lifecycle.begin())  # the job goes on, with others
+    assert not driver.lifecycle.has_failed_to_save
 
 
 # MANAGER-12
