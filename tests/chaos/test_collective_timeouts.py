@@ -45,6 +45,16 @@ def test_a_collective_that_one_rank_alone_calls(group: str, tmp_path: Path) -> N
     assert all(f" stopped {place}" in told[0] for place in places(path))
 
 
+# LATE-2
+def test_collectives_of_other_sizes_which_end_a_comm_process_at_once(tmp_path: Path) -> None:
+    """Gloo ends a process that gets more than it expects."""
+    body = "gang = manager.gangs.dp; step.index == 4 and gang.broadcast(torch.ones(7 if gang.rank else 700), 0)"
+    with Job(tmp_path, training(tmp_path, steps=6, body=body)) as job:
+        wait_until(lambda: ", 2 times in a row: " in job.stderr, "the line")
+        (told,) = (line for line in job.stderr.splitlines() if "a collective has failed in step 4" in line)
+    assert "in broadcast of 7 float32" in told
+
+
 # LATE-1
 @pytest.mark.parametrize("then", ["", "; time.sleep(0.5)"])  # then, one rank only loses its connection by the timeout
 def test_each_host_says_where_its_own_ranks_have_stopped(then: str, tmp_path: Path) -> None:
