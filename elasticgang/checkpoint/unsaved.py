@@ -11,6 +11,8 @@ import logging
 import threading
 from collections import Counter
 
+from elasticgang.protocol.shortened import has_line
+
 log = logging.getLogger("elasticgang")
 
 
@@ -45,5 +47,5 @@ class UnsavedSteps:
 
 
 def _tell(step: int, why: str, number: int) -> None:
-    if number & (number - 1) == 0:  # UNSAVED-1
+    if has_line(number):  # UNSAVED-1
         log.warning("step %d is not saved%s: %s", step, f" ({number} so far)" if number > 1 else "", why)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _FIRST_TO_DIE = 1000
+_COUNTS = ("memory.events", "memory.oom_control")  # of version 2 and 1
 
 
 class MemoryGroups:
@@ -45,9 +46,6 @@ class MemoryGroups:
             if (count := _fields(path).get("oom_kill")) is not None:
                 return count
         return 0
-
-
-_COUNTS = ("memory.events", "memory.oom_control")  # of version 2 and 1
 
 
 def _groups_of(process: Path) -> list[Path]:
@@ -89,8 +87,8 @@ def _fields(path: Path) -> dict[str, int]:
 def _descendants(process: Path) -> Iterator[Path]:
     """The children of a process, and theirs. All processes of the host, as psutil looks at, may be many: the others of
     a rank that heals wait meanwhile."""
-    with contextlib.suppress(OSError):
-        for listed in (process / "task").glob("*/children"):
+    for listed in (process / "task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
             for pid in listed.read_text().split():
                 yield _PROC / pid
                 yield from _descendants(_PROC / pid)
