@@ -46,18 +46,17 @@ class MemoryReserve:
         self.num_taken = 0  # bytes, up to the end of the last tensor
         self._populated = threading.Event()
         self._is_released = threading.Event()
-        self._groups = MemoryGroups()
-        if MIN_BYTES <= num_bytes <= _available_bytes(self._groups):
-            self._populate(num_bytes)
+        if MIN_BYTES <= num_bytes <= _available_bytes(groups := MemoryGroups()):
+            self._populate(num_bytes, groups)
         else:
             self._populated.set()
 
-    def _populate(self, num_bytes: int) -> None:
+    def _populate(self, num_bytes: int, groups: MemoryGroups) -> None:
         """RESERVE-1."""
         try:
             # Private: a forked child must not write to this rank's tensors.
             memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            thread = threading.Thread(target=self._map_pages, args=(memory,), name="memory-reserve", daemon=True)
+            thread = threading.Thread(target=self._map_pages, args=(memory, groups), name="memory-reserve", daemon=True)
             thread.start()
         except (OSError, RuntimeError) as exc:  # no memory, or no thread is left
             log.debug("could not reserve memory for the state: %r", exc)
@@ -65,12 +64,12 @@ class MemoryReserve:
         else:
             self._memory = memory
 
-    def _map_pages(self, memory: mmap.mmap) -> None:
+    def _map_pages(self, memory: mmap.mmap, groups: MemoryGroups) -> None:
         try:
             address = _address_of(memory)
             for start in range(0, len(memory), _PIECE_BYTES):
                 size = min(_PIECE_BYTES, len(memory) - start)
-                left = _available_bytes(self._groups)  # other ranks reserve memory too
+                left = _available_bytes(groups)  # other ranks reserve memory too
                 if (
                     self._is_released.is_set()
                     or size > left
