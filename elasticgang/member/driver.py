@@ -80,7 +80,7 @@ class MemberDriver:
         self._prepare: Callable[..., None] | None = None
         self._measure: Callable[[], Sequence[float]] | None = None
         self._sums: Callable[[], list[float]] = list
-        self._is_voting = False  # the sums under way are votes
+        self._summed = ""  # the gang of the sums under way, as `StartSum` has it
         self._num_values = 0  # of the totals under way, before the driver's own
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
@@ -163,7 +163,7 @@ class MemberDriver:
         if not registered.small.is_again:
             return
         changed = registered.objects.changed_parameter()
-        self._state_server.registered.restore()
+        registered.restore()
         if changed is not None and not self._has_warned and self.lifecycle.state.tip is not None:  # else it heals first
             self._has_warned = True
             log.warning(
@@ -207,10 +207,10 @@ class MemberDriver:
                 state_server.forward_done()
                 self.contribute()
             case do.StartSum(gang, values, measures):
-                self._is_voting = gang == "control"
-                if self._is_voting:  # SCHEDULE-1, SAVER-6
+                self._summed = gang
+                if gang == "control":  # SCHEDULE-1, SAVER-6
                     values = (*values, *self._saves())
-                else:
+                elif gang == "root":
                     self._num_values = len(values)
                     has_all = float(all(reducer.has_all for reducer in self.reducers))  # DDP-8
                     values = (*values, *self._agreement.numbers(), has_all)
@@ -218,7 +218,9 @@ class MemberDriver:
                 self._sums = rendezvous.start_sum([*values, *measured])
             case Do.AWAIT_SUMS:
                 sums = self._sums()
-                if self._is_voting:
+                if self._summed == "save":
+                    return sums
+                if self._summed == "control":
                     reached("votes_received")
                     if self.checkpoints is not None:
                         num_proposals, num_saving = sums[-_NUM_SAVES:]

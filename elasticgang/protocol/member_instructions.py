@@ -139,8 +139,8 @@ class FetchForward(Instruction):
 
 @value(frozen=True)
 class StartSum(Instruction):
-    """Start to sum `values` over `gang`: "root" for totals, "control" for a vote. `measures`: and what the
-    optimizer measures of the reduced gradients."""
+    """Start to sum `values` over `gang`: "root" for the totals of a step, "control" for a vote, "save" for what ranks
+    say of the last save. `measures`: and what the optimizer measures of the reduced gradients."""
 
     gang: str
     values: tuple[float, ...]

@@ -309,7 +309,7 @@ class MemberLifecycle:
         try:
             while not self._has_saved:
                 is_saving, has_failed = yield Do.SAVE_LAST
-                yield do.StartSum("root", (float(is_saving), float(has_failed)))
+                yield do.StartSum("save", (float(is_saving), float(has_failed)))
                 num_saving, num_failed = yield Do.AWAIT_SUMS
                 self._has_saved, self.has_failed_to_save = not num_saving, bool(num_failed)
                 if num_saving and num_failed:

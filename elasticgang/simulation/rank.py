@@ -437,9 +437,8 @@ class Rank:
             raise _LOST
         assert self.generation is not None
         self.votes = gang == "control"
-        sums = self.generation.vote(self.round) if self.votes else self.generation.totals(self.round)
-        if self.saves:
-            sums = self.generation.last_save(self.round)
+        sums_of = {"control": self.generation.vote, "root": self.generation.totals, "save": self.generation.last_save}
+        sums = sums_of[gang](self.round)
         sums.parts[self.name] = values
 
     def sources(self, cluster: Cluster, heal: do.Heal) -> list[Rank]:

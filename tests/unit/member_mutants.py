@@ -73,7 +73,7 @@ def _saves_without_rounds(self: MemberLifecycle) -> Routine[None]:
 def _saves_blindly(self: MemberLifecycle) -> Routine[None]:
     with contextlib.suppress(GangError):
         yield Do.SAVE_LAST
-        yield do.StartSum("root", (0.0, 0.0))
+        yield do.StartSum("save", (0.0, 0.0))
         yield Do.AWAIT_SUMS
         self._has_saved = True
 

@@ -100,7 +100,7 @@ def test_a_rank_leaves_once_no_rank_writes_the_final_state_any_more() -> None:
     now = next(routine)
     for is_saving, sums, drops in ((True, [1.0, 0.0], False), (False, [1.0, 1.0], True), (False, [0.0, 1.0], False)):
         assert now is Do.SAVE_LAST
-        assert routine.send((is_saving, False)) == do.StartSum("root", (float(is_saving), 0.0))
+        assert routine.send((is_saving, False)) == do.StartSum("save", (float(is_saving), 0.0))
         assert routine.send(None) is Do.AWAIT_SUMS
         with contextlib.suppress(StopIteration):
             now = routine.send(sums)
@@ -114,7 +114,7 @@ def test_a_rank_leaves_once_no_rank_writes_the_final_state_any_more() -> None:
 def test_all_ranks_know_if_the_final_save_has_failed_on_one(has_failed: bool) -> None:
     """Also one that had left it to the others whether the state is saved (SAVER-10)."""
     driver = finished()
-    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS root": [0.0, float(has_failed)]}
+    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS save": [0.0, float(has_failed)]}
     driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes)
     assert driver.lifecycle.has_failed_to_save == has_failed
     driver.run(driver.lifecycle.begin())  # the job goes on, with others
@@ -126,7 +126,7 @@ def test_a_death_during_the_final_save_is_followed_by_another_one() -> None:
     driver = finished()
     driver.run(
         driver.lifecycle.pass_boundary(NUM_STEPS),
-        {"SAVE_LAST": (True, False), "AWAIT_SUMS root": LOST, "IS_SAVED": False},
+        {"SAVE_LAST": (True, False), "AWAIT_SUMS save": LOST, "IS_SAVED": False},
     )
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
     driver.records = [record(ACTIVE, 2, Attempt(NUM_STEPS, 1))]
@@ -138,7 +138,7 @@ def test_a_death_during_the_final_save_is_followed_by_another_one() -> None:
 def test_a_rank_leaves_that_finds_the_final_state_saved_when_its_generation_ends() -> None:
     """Its peers may have left, and then nobody can be in another generation with it."""
     driver = finished()
-    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS root": LOST, "IS_SAVED": True}
+    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS save": LOST, "IS_SAVED": True}
     assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.LEAVE
 
@@ -146,7 +146,7 @@ def test_a_rank_leaves_that_finds_the_final_state_saved_when_its_generation_ends
 # MANAGER-12
 def test_a_rank_without_state_takes_part_in_the_rounds_and_is_retired() -> None:
     driver = finished(LEARNER)
-    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS root": [0.0, 0.0]}
+    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS save": [0.0, 0.0]}
     assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
 
@@ -163,7 +163,7 @@ def voted(*, draining: bool, num_going: int) -> Driver:
 # MANAGER-22
 def test_the_state_is_saved_before_the_last_that_hold_it_leave() -> None:
     driver = voted(draining=True, num_going=2)
-    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS root": [0.0, 0.0]}
+    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS save": [0.0, 0.0]}
     assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
     assert driver.names == ["SAVE_LAST", "StartSum", "AWAIT_SUMS"]
     assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS)) is Next.LEAVE
@@ -176,7 +176,7 @@ def test_the_state_is_saved_before_the_last_that_hold_it_leave() -> None:
 def test_after_a_death_during_that_save_the_ranks_leave_as_of_another_vote(draining: bool) -> None:
     driver = voted(draining=draining, num_going=2)
     lifecycle = driver.lifecycle
-    outcomes = {"SAVE_LAST": (True, False), "AWAIT_SUMS root": LOST, "IS_SAVED": False}
+    outcomes = {"SAVE_LAST": (True, False), "AWAIT_SUMS save": LOST, "IS_SAVED": False}
     assert driver.run(lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
     lifecycle.observed = Observed(LOST, draining=draining)
     assert lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
@@ -190,7 +190,7 @@ def test_after_a_death_during_that_save_the_ranks_leave_as_of_another_vote(drain
 def test_a_death_after_that_save_keeps_nobody_that_leaves() -> None:
     driver = voted(draining=True, num_going=2)
     lifecycle = driver.lifecycle
-    outcomes = {"SAVE_LAST": (True, False), "AWAIT_SUMS root": LOST, "IS_SAVED": True}
+    outcomes = {"SAVE_LAST": (True, False), "AWAIT_SUMS save": LOST, "IS_SAVED": True}
     assert driver.run(lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
     lifecycle.observed = Observed(LOST, draining=True)
     assert lifecycle.at_boundary(NUM_STEPS) is Next.LEAVE
@@ -199,7 +199,7 @@ def test_a_death_after_that_save_keeps_nobody_that_leaves() -> None:
 # MANAGER-22
 def test_who_stays_saves_the_final_state_too() -> None:
     driver = voted(draining=False, num_going=2)
-    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS root": [0.0, 0.0]}
+    outcomes = {"SAVE_LAST": (False, False), "AWAIT_SUMS save": [0.0, 0.0]}
     assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.SAVE
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
     driver.enter(record(ACTIVE, 2, Attempt(1, 1)))
